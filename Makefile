@@ -1,0 +1,36 @@
+# Two commands: `make demo` and `make test`. Each sets up all it needs, and is quick when everything is there.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+# pip builds torch's CPU wheel choice from what is already installed or on the index; override for a GPU build.
+TORCH ?= torch>=2.11,<2.14
+
+.PHONY: demo test lint format setup clean
+
+setup: $(VENV)/.installed
+
+$(VENV)/.installed: pyproject.toml
+	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	@echo "installing glm5 and its development tools into $(VENV) (once)"
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check "$(TORCH)"
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -e '.[dev]'
+	@touch $@
+
+demo: setup
+	@$(BIN)/glm5 demo $(ARGS)
+
+lint: setup
+	@$(BIN)/ruff check .
+	@$(BIN)/ruff format --check .
+	@$(BIN)/mypy
+	@$(BIN)/lint-imports
+
+test: lint
+	@$(BIN)/python -m pytest $(ARGS)
+
+format: setup
+	@$(BIN)/ruff format .
+	@$(BIN)/ruff check --fix .
+
+clean:
+	rm -rf $(VENV) build dist runs .mypy_cache .ruff_cache .pytest_cache

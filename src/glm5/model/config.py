@@ -1,0 +1,333 @@
+"""The shape of a GLM-5: one frozen dataclass that reads and writes the public `config.json`.
+
+Sources: the published config of GLM-5 and Table 10 of the report. Field names are the public ones, so that a
+checkpoint's `config.json` is this class and nothing more. This module needs no torch. Read next: `presets`,
+then `glm5`.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields, replace
+from pathlib import Path
+from typing import Any, Literal
+
+from glm5.utils.errors import ConfigError
+
+# Public fields that are kept on a round trip but that only one value of is implemented. `None` also passes.
+_FIXED: dict[str, tuple[Any, str]] = {
+    "hidden_act": ("silu", "only SwiGLU (silu) is defined for GLM-5"),
+    "attention_dropout": (0.0, "GLM-5 trains without dropout"),
+    "rope_interleave": (True, "GLM-5 rotates interleaved pairs; the half-split layout is another model's"),
+    "indexer_rope_interleave": (
+        True,
+        "GLM-5's indexer rotates interleaved pairs; half-split is DeepSeek-V3.2's",
+    ),
+    "scoring_func": ("sigmoid", "GLM-5 routes by sigmoid scores"),
+    "topk_method": ("noaux_tc", "GLM-5 selects by score plus correction bias"),
+    "moe_layer_freq": (1, "every layer after the dense ones is a MoE layer"),
+    "mlp_bias": (False, "GLM-5's feed-forward layers have no bias"),
+    "model_type": ("glm_moe_dsa", "another model family's checkpoint"),
+    "index_topk_freq": (1, "sharing indices between layers came after GLM-5 and is not implemented"),
+}
+# Public names for one field.
+_ALIASES = {
+    "num_experts": "n_routed_experts",
+    "num_local_experts": "n_routed_experts",
+    "torch_dtype": "dtype",
+}
+
+
+@dataclass(frozen=True)
+class ModelConfig:
+    """Every size of a GLM-5 (widths in elements, counts in units). Defaults are the published GLM-5.
+
+    Raises:
+        ConfigError: at construction, when a field breaks a rule; it names the field, the value and the rule.
+    """
+
+    vocab_size: int = 154_880
+    hidden_size: int = 6144
+    num_hidden_layers: int = 78
+    max_position_embeddings: int = 202_752
+
+    # Attention. "mla" is GLM-5; "gqa" is the report's comparison (Table 1) and needs head_dim as its head width.
+    attention: Literal["mla", "gqa"] = "mla"
+    num_attention_heads: int = 64
+    num_key_value_heads: int = 64
+    q_lora_rank: int = 2048
+    kv_lora_rank: int = 512
+    qk_nope_head_dim: int = 192
+    qk_rope_head_dim: int = 64
+    v_head_dim: int = 256
+    head_dim: int = 64
+    attention_bias: bool = False
+    rope_theta: float = 1_000_000.0
+
+    # The lightning indexer of DSA.
+    index_topk: int = 2048
+    index_n_heads: int = 32
+    index_head_dim: int = 128
+
+    # Feed-forward: `first_k_dense_replace` dense layers, then MoE layers, unless `mlp_layer_types` lists them.
+    intermediate_size: int = 12_288
+    moe_intermediate_size: int = 2048
+    n_routed_experts: int = 256
+    n_shared_experts: int = 1
+    num_experts_per_tok: int = 8
+    n_group: int = 1
+    topk_group: int = 1
+    norm_topk_prob: bool = True
+    routed_scaling_factor: float = 2.5
+    first_k_dense_replace: int = 3
+    mlp_layer_types: tuple[str, ...] | None = None
+
+    # Multi-token prediction: blocks stored (one), however many depths reuse it.
+    num_nextn_predict_layers: int = 1
+
+    # Norms. The latent norms (q_a, kv_a) use 1e-6 in transformers and 1e-5 in vLLM and SGLang.
+    rms_norm_eps: float = 1e-5
+    latent_norm_eps: float = 1e-6
+
+    tie_word_embeddings: bool = False
+    initializer_range: float = 0.02
+    dtype: str = "bfloat16"
+    eos_token_id: tuple[int, ...] = (154_820, 154_827, 154_829)
+    pad_token_id: int | None = 154_820
+
+    # Fields of a config.json that this class does not interpret, kept for the round trip.
+    extra: Mapping[str, Any] = field(default_factory=dict, repr=False, compare=False, hash=False)
+
+    # ------------------------------------------------------------------ derived
+    @property
+    def qk_head_dim(self) -> int:
+        """Width of one query or key head: non-rotary plus rotary."""
+        return self.qk_nope_head_dim + self.qk_rope_head_dim
+
+    @property
+    def latent_dim(self) -> int:
+        """Elements that MLA caches per token and layer: latent plus shared rotary key."""
+        return self.kv_lora_rank + self.qk_rope_head_dim
+
+    @property
+    def layer_types(self) -> tuple[str, ...]:
+        """Feed-forward kind ("dense" or "sparse") of every trunk layer."""
+        if self.mlp_layer_types is not None:
+            return self.mlp_layer_types
+        dense = min(self.first_k_dense_replace, self.num_hidden_layers)
+        return ("dense",) * dense + ("sparse",) * (self.num_hidden_layers - dense)
+
+    @property
+    def num_cache_layers(self) -> int:
+        """Layers that hold a cache: the trunk and the MTP block."""
+        return self.num_hidden_layers + self.num_nextn_predict_layers
+
+    def is_moe(self, layer: int) -> bool:
+        """Whether `layer` has routed experts; the MTP block (layer >= num_hidden_layers) always has."""
+        return layer >= self.num_hidden_layers or self.layer_types[layer] == "sparse"
+
+    def replace(self, **changes: Any) -> ModelConfig:
+        """A copy with `changes`, validated again."""
+        return replace(self, **changes)
+
+    # ------------------------------------------------------------------ validation
+    def __post_init__(self) -> None:
+        positive = (
+            "vocab_size hidden_size num_hidden_layers max_position_embeddings num_attention_heads "
+            "num_key_value_heads q_lora_rank kv_lora_rank qk_nope_head_dim qk_rope_head_dim v_head_dim head_dim "
+            "index_topk index_n_heads index_head_dim intermediate_size moe_intermediate_size n_routed_experts "
+            "num_experts_per_tok n_group topk_group"
+        ).split()
+        for name in positive:
+            self._check(name, lambda v: _is_int(v) and v > 0, "must be a positive integer")
+        for name in ("first_k_dense_replace", "num_nextn_predict_layers", "n_shared_experts"):
+            self._check(name, lambda v: _is_int(v) and v >= 0, "must be an integer of at least 0")
+        for name in ("rms_norm_eps", "latent_norm_eps", "rope_theta", "routed_scaling_factor"):
+            self._check(name, lambda v: _is_number(v) and v > 0, "must be a positive number")
+        self._check("initializer_range", lambda v: _is_number(v) and v > 0, "must be a positive number")
+        self._check(
+            "num_nextn_predict_layers", lambda v: v <= 1, "GLM-5 stores at most one, shared MTP block"
+        )
+        self._check("attention", lambda v: v in ("mla", "gqa"), "must be 'mla' or 'gqa'")
+        self._check("qk_rope_head_dim", lambda v: v % 2 == 0, "must be even: RoPE rotates pairs")
+        self._check(
+            "index_head_dim",
+            lambda v: v >= self.qk_rope_head_dim,
+            f"must be at least qk_rope_head_dim={self.qk_rope_head_dim}, which the indexer rotates",
+        )
+        heads = self.num_attention_heads
+        self._check(
+            "num_key_value_heads", lambda v: heads % v == 0, f"must divide num_attention_heads={heads}"
+        )
+        if self.attention == "mla":
+            # Derived in MLA (releases differ in what they print here); GQA alone reads it.
+            object.__setattr__(self, "head_dim", self.qk_rope_head_dim)
+            self._check("num_key_value_heads", lambda v: v == heads, f"MLA has one per head: {heads}")
+        else:
+            self._check("head_dim", lambda v: v % 2 == 0, "must be even: RoPE rotates pairs")
+        experts = self.n_routed_experts
+        self._check(
+            "num_experts_per_tok", lambda v: v <= experts, f"must be at most n_routed_experts={experts}"
+        )
+        self._check("n_group", lambda v: experts % v == 0, f"must divide n_routed_experts={experts}")
+        self._check("topk_group", lambda v: v <= self.n_group, f"must be at most n_group={self.n_group}")
+        if self.n_group > 1:
+            per_group = experts // self.n_group
+            self._check("n_group", lambda v: per_group >= 2, "each group needs at least 2 experts")
+            fits = self.topk_group * per_group >= self.num_experts_per_tok
+            self._check(
+                "topk_group", lambda v: fits, "the kept groups hold fewer experts than num_experts_per_tok"
+            )
+        if self.mlp_layer_types is not None:
+            object.__setattr__(self, "mlp_layer_types", tuple(self.mlp_layer_types))
+            n = self.num_hidden_layers
+            self._check("mlp_layer_types", lambda v: len(v) == n, f"must list num_hidden_layers={n} entries")
+            self._check(
+                "mlp_layer_types", lambda v: set(v) <= {"dense", "sparse"}, "entries are 'dense' or 'sparse'"
+            )
+        eos = self.eos_token_id
+        eos = (eos,) if _is_int(eos) else tuple(eos or ())
+        object.__setattr__(self, "eos_token_id", eos)
+        ids_ok = all(_is_int(i) and 0 <= i < self.vocab_size for i in eos)
+        self._check("eos_token_id", lambda v: ids_ok, f"ids must lie in [0, vocab_size={self.vocab_size})")
+        self._check(
+            "pad_token_id",
+            lambda v: v is None or (_is_int(v) and 0 <= v < self.vocab_size),
+            f"must be null or lie in [0, vocab_size={self.vocab_size})",
+        )
+        self._check(
+            "dtype", lambda v: v in ("float32", "bfloat16", "float16"), "must be float32, bfloat16 or float16"
+        )
+
+    def _check(self, name: str, rule: Any, text: str) -> None:
+        value = getattr(self, name)
+        if not rule(value):
+            raise ConfigError(name, value, text)
+
+    # ------------------------------------------------------------------ config.json
+    @classmethod
+    def from_dict(cls, public: Mapping[str, Any]) -> ModelConfig:
+        """Read the public layout. Unknown fields are kept in `extra`; see `to_dict`.
+
+        Raises:
+            ConfigError: a field has a value that this model does not implement, or RoPE's base is missing.
+        """
+        known = {f.name for f in fields(cls)} - {"extra"}
+        values: dict[str, Any] = {}
+        extra: dict[str, Any] = {}
+        for key, value in public.items():
+            name = _ALIASES.get(key, key)
+            if name in known and name != "rope_theta":
+                if name in values and values[name] != value:
+                    raise ConfigError(key, value, f"contradicts its alias {name}={values[name]!r}")
+                values[name] = value
+            else:
+                extra[key] = value
+            if key in _FIXED and value is not None and value != _FIXED[key][0]:
+                raise ConfigError(key, value, f"must be {_FIXED[key][0]!r}: {_FIXED[key][1]}")
+        indexer_types = public.get("indexer_types")
+        if indexer_types is not None and set(indexer_types) != {"full"}:
+            raise ConfigError("indexer_types", indexer_types, "every GLM-5 layer owns its indexer ('full')")
+        if public.get("qk_head_dim") not in (
+            None,
+            values.get("qk_nope_head_dim", 192) + values.get("qk_rope_head_dim", 64),
+        ):
+            raise ConfigError(
+                "qk_head_dim", public["qk_head_dim"], "must equal qk_nope_head_dim + qk_rope_head_dim"
+            )
+        values["rope_theta"] = _read_rope_theta(public)
+        if values.get("eos_token_id") is None:
+            values["eos_token_id"] = ()
+        elif isinstance(values["eos_token_id"], list):
+            values["eos_token_id"] = tuple(values["eos_token_id"])
+        if values.get("mlp_layer_types") is not None:
+            values["mlp_layer_types"] = tuple(values["mlp_layer_types"])
+        if isinstance(values.get("dtype"), str):
+            values["dtype"] = values["dtype"].removeprefix("torch.")
+        values = {
+            k: v for k, v in values.items() if v is not None or k in ("pad_token_id", "mlp_layer_types")
+        }
+        return cls(**values, extra=extra)
+
+    def to_dict(self) -> dict[str, Any]:
+        """The public layout, which transformers reads; unknown fields of the source come back unchanged."""
+        out: dict[str, Any] = {
+            "architectures": ["GlmMoeDsaForCausalLM"],
+            "model_type": "glm_moe_dsa",
+            "hidden_act": "silu",
+            "attention_dropout": 0.0,
+            "scoring_func": "sigmoid",
+            "topk_method": "noaux_tc",
+            "moe_layer_freq": 1,
+            "ep_size": 1,
+            "pretraining_tp": 1,
+            "use_cache": True,
+            "rope_interleave": True,
+            "indexer_rope_interleave": True,
+        }
+        rope = self.extra.get("rope_parameters") or {"rope_type": "default"}
+        out.update(self.extra)
+        for f in fields(self):
+            if f.name not in ("extra", "rope_theta"):
+                out[f.name] = getattr(self, f.name)
+        out["qk_head_dim"] = self.qk_head_dim
+        out["eos_token_id"] = list(self.eos_token_id) or None
+        out["mlp_layer_types"] = list(self.mlp_layer_types) if self.mlp_layer_types else None
+        out["rope_parameters"] = {**rope, "rope_theta": self.rope_theta}
+        for key in ("rope_theta", "torch_dtype", "rope_scaling"):
+            out.pop(key, None)
+        return {k: v for k, v in out.items() if v is not None or k in self.extra or k == "pad_token_id"}
+
+    @classmethod
+    def load(cls, path: str | Path) -> ModelConfig:
+        """Read `config.json`, given the file or the directory that holds it.
+
+        Raises:
+            ConfigError: the file is missing or is not JSON, or a field is wrong.
+        """
+        path = Path(path)
+        path = path / "config.json" if path.is_dir() else path
+        try:
+            public = json.loads(path.read_text(encoding="utf-8"))
+        except FileNotFoundError:
+            raise ConfigError(
+                "config.json", str(path), "no such file: give a checkpoint's directory"
+            ) from None
+        except (json.JSONDecodeError, UnicodeDecodeError) as e:
+            raise ConfigError("config.json", str(path), f"is not valid JSON ({e})") from None
+        if not isinstance(public, dict):
+            raise ConfigError("config.json", str(path), "must hold one JSON object")
+        return cls.from_dict(public)
+
+    def save(self, path: str | Path) -> Path:
+        """Write `config.json` into the directory `path` (or to the file, if it ends in .json)."""
+        path = Path(path)
+        path = path if path.suffix == ".json" else path / "config.json"
+        path.write_text(json.dumps(self.to_dict(), indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+        return path
+
+
+def _read_rope_theta(public: Mapping[str, Any]) -> float:
+    """RoPE's base from `rope_parameters`, or from the older `rope_theta` and `rope_scaling`."""
+    nested = public.get("rope_parameters") or public.get("rope_scaling") or {}
+    kind = nested.get("rope_type", nested.get("type", "default"))
+    if kind != "default":
+        raise ConfigError("rope_parameters.rope_type", kind, "GLM-5 uses plain RoPE ('default')")
+    theta, legacy = nested.get("rope_theta"), public.get("rope_theta")
+    if theta is not None and legacy is not None and theta != legacy:
+        raise ConfigError("rope_theta", legacy, f"contradicts rope_parameters.rope_theta={theta!r}")
+    theta = theta if theta is not None else legacy
+    if theta is None:
+        raise ConfigError(
+            "rope_parameters.rope_theta", None, "is missing; GLM-5 uses 1000000 and libraries guess 10000"
+        )
+    return float(theta)
+
+
+def _is_int(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and value == value

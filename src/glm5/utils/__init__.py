@@ -1,0 +1,1 @@
+"""What every room may use: errors, files, run logs. Imports nothing else of glm5."""

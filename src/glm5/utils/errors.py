@@ -1,0 +1,40 @@
+"""Errors that a user can act on. Every one says what is wrong and how to mend it.
+
+The command line prints these as one line and exits with status 2; anything else is a bug and keeps its
+traceback. Read next: `glm5.cli.main`.
+"""
+
+from __future__ import annotations
+
+
+class UserError(Exception):
+    """Something that the user can mend: a bad option, file, corpus or checkpoint.
+
+    Args:
+        what: what is wrong, naming the field, file or option and its value.
+        mend: what to do about it, as an instruction.
+    """
+
+    def __init__(self, what: str, mend: str = "") -> None:
+        self.what, self.mend = what, mend
+        super().__init__(f"{what}. {mend}" if mend else what)
+
+
+class ConfigError(UserError, ValueError):
+    """A configuration field breaks a rule. The message names the field, its value and the rule."""
+
+    def __init__(self, field: str, value: object, rule: str) -> None:
+        self.field, self.value, self.rule = field, value, rule
+        super().__init__(f"{field}={value!r}: {rule}")
+
+
+class CheckpointError(UserError):
+    """A checkpoint is missing, damaged, or does not fit the model."""
+
+
+class DataError(UserError):
+    """A corpus, file or sequence cannot be used."""
+
+
+class NumericalError(UserError):
+    """A NaN or infinity appeared. The message names the first bad tensor and where the state was saved."""
