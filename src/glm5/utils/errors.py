@@ -38,3 +38,7 @@ class DataError(UserError):
 
 class NumericalError(UserError):
     """A NaN or infinity appeared. The message names the first bad tensor and where the state was saved."""
+
+
+class FileError(UserError):
+    """A file or directory cannot be read or written: missing, read-only, full, or held by another process."""

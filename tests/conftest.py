@@ -1,0 +1,54 @@
+"""Faults that tests of several rooms provoke: a read-only directory and a disk that fills up."""
+
+from __future__ import annotations
+
+import os
+import resource
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from pathlib import Path
+
+import pytest
+
+
+@pytest.fixture
+def read_only() -> Callable[[Path], AbstractContextManager[None]]:
+    """`with read_only(directory):` nothing can be made in it, not even by a test that runs as the superuser."""
+    return _read_only
+
+
+@pytest.fixture
+def file_size_limit() -> Callable[[int], AbstractContextManager[None]]:
+    """`with file_size_limit(n):` the kernel refuses, in the middle of a write, to grow any file past n bytes."""
+    return _file_size_limit
+
+
+@contextmanager
+def _read_only(path: Path) -> Iterator[None]:
+    is_root = os.geteuid() == 0
+    mode = path.stat().st_mode
+    path.chmod(0o555)
+    # Permission bits do not bind the superuser, so become another user, to whom pytest's directories must open.
+    opened = [(p, p.stat().st_mode) for p in path.parents if is_root and not p.stat().st_mode & 0o001]
+    for parent, parent_mode in opened:
+        parent.chmod(parent_mode | 0o011)
+    if is_root:
+        os.seteuid(65534)
+    try:
+        yield
+    finally:
+        if is_root:
+            os.seteuid(0)
+        for parent, parent_mode in opened:
+            parent.chmod(parent_mode)
+        path.chmod(mode)
+
+
+@contextmanager
+def _file_size_limit(size: int) -> Iterator[None]:
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
