@@ -146,9 +146,7 @@ class ModelConfig:
         for name in ("rms_norm_eps", "latent_norm_eps", "rope_theta", "routed_scaling_factor"):
             self._check(name, lambda v: _is_number(v) and v > 0, "must be a positive number")
         self._check("initializer_range", lambda v: _is_number(v) and v > 0, "must be a positive number")
-        self._check(
-            "num_nextn_predict_layers", lambda v: v <= 1, "GLM-5 stores at most one, shared MTP block"
-        )
+        self._check("num_nextn_predict_layers", lambda v: v <= 1, "GLM-5 stores at most one, shared MTP block")
         self._check("attention", lambda v: v in ("mla", "gqa"), "must be 'mla' or 'gqa'")
         self._check("qk_rope_head_dim", lambda v: v % 2 == 0, "must be even: RoPE rotates pairs")
         self._check(
@@ -157,9 +155,7 @@ class ModelConfig:
             f"must be at least qk_rope_head_dim={self.qk_rope_head_dim}, which the indexer rotates",
         )
         heads = self.num_attention_heads
-        self._check(
-            "num_key_value_heads", lambda v: heads % v == 0, f"must divide num_attention_heads={heads}"
-        )
+        self._check("num_key_value_heads", lambda v: heads % v == 0, f"must divide num_attention_heads={heads}")
         if self.attention == "mla":
             # Derived in MLA (releases differ in what they print here); GQA alone reads it.
             object.__setattr__(self, "head_dim", self.qk_rope_head_dim)
@@ -167,27 +163,21 @@ class ModelConfig:
         else:
             self._check("head_dim", lambda v: v % 2 == 0, "must be even: RoPE rotates pairs")
         experts = self.n_routed_experts
-        self._check(
-            "num_experts_per_tok", lambda v: v <= experts, f"must be at most n_routed_experts={experts}"
-        )
+        self._check("num_experts_per_tok", lambda v: v <= experts, f"must be at most n_routed_experts={experts}")
         self._check("n_group", lambda v: experts % v == 0, f"must divide n_routed_experts={experts}")
         self._check("topk_group", lambda v: v <= self.n_group, f"must be at most n_group={self.n_group}")
         if self.n_group > 1:
             per_group = experts // self.n_group
             self._check("n_group", lambda v: per_group >= 2, "each group needs at least 2 experts")
             fits = self.topk_group * per_group >= self.num_experts_per_tok
-            self._check(
-                "topk_group", lambda v: fits, "the kept groups hold fewer experts than num_experts_per_tok"
-            )
+            self._check("topk_group", lambda v: fits, "the kept groups hold fewer experts than num_experts_per_tok")
         if self.mlp_layer_types is not None:
             object.__setattr__(self, "mlp_layer_types", tuple(self.mlp_layer_types))
             n = self.num_hidden_layers
             self._check("mlp_layer_types", lambda v: len(v) == n, f"must list num_hidden_layers={n} entries")
-            self._check(
-                "mlp_layer_types", lambda v: set(v) <= {"dense", "sparse"}, "entries are 'dense' or 'sparse'"
-            )
-        eos = self.eos_token_id
-        eos = (eos,) if _is_int(eos) else tuple(eos or ())
+            self._check("mlp_layer_types", lambda v: set(v) <= {"dense", "sparse"}, "entries are 'dense' or 'sparse'")
+        given: Any = self.eos_token_id
+        eos: tuple[int, ...] = (given,) if _is_int(given) else tuple(given or ())
         object.__setattr__(self, "eos_token_id", eos)
         ids_ok = all(_is_int(i) and 0 <= i < self.vocab_size for i in eos)
         self._check("eos_token_id", lambda v: ids_ok, f"ids must lie in [0, vocab_size={self.vocab_size})")
@@ -196,9 +186,7 @@ class ModelConfig:
             lambda v: v is None or (_is_int(v) and 0 <= v < self.vocab_size),
             f"must be null or lie in [0, vocab_size={self.vocab_size})",
         )
-        self._check(
-            "dtype", lambda v: v in ("float32", "bfloat16", "float16"), "must be float32, bfloat16 or float16"
-        )
+        self._check("dtype", lambda v: v in ("float32", "bfloat16", "float16"), "must be float32, bfloat16 or float16")
 
     def _check(self, name: str, rule: Any, text: str) -> None:
         value = getattr(self, name)
@@ -233,9 +221,7 @@ class ModelConfig:
             None,
             values.get("qk_nope_head_dim", 192) + values.get("qk_rope_head_dim", 64),
         ):
-            raise ConfigError(
-                "qk_head_dim", public["qk_head_dim"], "must equal qk_nope_head_dim + qk_rope_head_dim"
-            )
+            raise ConfigError("qk_head_dim", public["qk_head_dim"], "must equal qk_nope_head_dim + qk_rope_head_dim")
         values["rope_theta"] = _read_rope_theta(public)
         if values.get("eos_token_id") is None:
             values["eos_token_id"] = ()
@@ -245,9 +231,7 @@ class ModelConfig:
             values["mlp_layer_types"] = tuple(values["mlp_layer_types"])
         if isinstance(values.get("dtype"), str):
             values["dtype"] = values["dtype"].removeprefix("torch.")
-        values = {
-            k: v for k, v in values.items() if v is not None or k in ("pad_token_id", "mlp_layer_types")
-        }
+        values = {k: v for k, v in values.items() if v is not None or k in ("pad_token_id", "mlp_layer_types")}
         return cls(**values, extra=extra)
 
     def to_dict(self) -> dict[str, Any]:
@@ -291,9 +275,7 @@ class ModelConfig:
         try:
             public = json.loads(path.read_text(encoding="utf-8"))
         except FileNotFoundError:
-            raise ConfigError(
-                "config.json", str(path), "no such file: give a checkpoint's directory"
-            ) from None
+            raise ConfigError("config.json", str(path), "no such file: give a checkpoint's directory") from None
         except (json.JSONDecodeError, UnicodeDecodeError) as e:
             raise ConfigError("config.json", str(path), f"is not valid JSON ({e})") from None
         if not isinstance(public, dict):

@@ -1,0 +1,53 @@
+"""The lightning indexer: I(t, s) = sum_j w(t, j) * ReLU(q(t, j) . k(s)), and the top-k positions by it.
+
+Source: report section 2.1.1 and DeepSeek-V3.2. Works in tiles of queries, so that no [T, S] tensor of a long
+sequence exists. Read next: `topk`, `attention`.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from glm5.kernels.topk import stable_topk
+from glm5.kernels.visibility import Visibility
+
+# Elements of the largest temporary of one tile (32 MiB in fp32): big enough for fast products, small for memory.
+TILE_ELEMENTS = 8 * 2**20
+
+
+def index_scores(q_BTJI: Tensor, w_BTJ: Tensor, k_BSI: Tensor, visible: Visibility) -> Tensor:
+    """Scores fp32 [B, T, visible.slots], -inf outside each query's interval. For tiles; see `index_select`.
+
+    Args:
+        q_BTJI: index queries, rotated. w_BTJ: head weights, already times J**-0.5 * I**-0.5 (ReLU is positively
+            homogeneous, so the scales may be folded). k_BSI: index keys, normed and rotated, S >= visible.slots.
+    """
+    batch, queries, heads, width = q_BTJI.shape
+    k_BIS = k_BSI[:, : visible.slots].float().transpose(1, 2)
+    dots = torch.bmm(q_BTJI.float().reshape(batch, queries * heads, width), k_BIS).relu_()
+    dots = dots.view(batch * queries, heads, -1)
+    scores = torch.bmm(w_BTJ.float().view(batch * queries, 1, heads), dots).view(batch, queries, -1)
+    if queries == 1 and visible.offset is not None:  # plain decode sees every slot
+        return scores
+    return scores.masked_fill_(~visible.mask_BTS(), -torch.inf)
+
+
+def index_select(q_BTJI: Tensor, w_BTJ: Tensor, k_BSI: Tensor, visible: Visibility, k: int) -> Tensor:
+    """Score and select, tile by tile: each query's k best visible slots, all of them where fewer are visible.
+
+    Returns:
+        int32 [B, T, min(k, visible.slots)], ascending, padded with -1.
+    """
+    batch, queries, heads, _ = q_BTJI.shape
+    width = min(k, visible.slots)
+    tile = max(1, TILE_ELEMENTS // max(1, batch * (heads + 2) * visible.slots))
+    out = torch.empty(batch, queries, width, dtype=torch.int32, device=q_BTJI.device)
+    for start in range(0, queries, tile):
+        stop = min(start + tile, queries)
+        seen = visible.tile(start, stop)
+        scores = index_scores(q_BTJI[:, start:stop], w_BTJ[:, start:stop], k_BSI, seen)
+        picked = stable_topk(scores.flatten(0, 1), k).view(batch, stop - start, -1)
+        out[:, start:stop, : picked.shape[-1]] = picked
+        out[:, start:stop, picked.shape[-1] :] = -1
+    return out

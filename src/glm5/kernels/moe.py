@@ -1,0 +1,132 @@
+"""Mixture of experts: the router's choice, and the chosen experts' SwiGLU, without padding or dropped tokens.
+
+Source: report section 2.1, DeepSeek-V3 (auxiliary-loss-free balance). Selection uses score + bias, the mixture
+weights the scores alone. Tokens are sorted by expert, each expert's segment is one pair of products, and results
+return by the inverse permutation, so that the sum over a token's experts has a fixed order. Read next:
+`glm5.model.moe`.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+
+def route(
+    logits_NE: Tensor,
+    bias_E: Tensor,
+    top_k: int,
+    *,
+    normalise: bool = True,
+    scaling: float = 1.0,
+    n_group: int = 1,
+    topk_group: int = 1,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Sigmoid routing with selection bias, in fp32.
+
+    Args:
+        logits_NE: router logits of N tokens. bias_E: e_score_correction_bias, fp32, moves the choice only.
+        n_group, topk_group: experts come from the topk_group groups whose two best biased scores sum highest.
+
+    Returns:
+        expert_NM int64 (ties to the lower expert), weight_NM fp32, score_NE fp32 (sigmoid).
+    """
+    score_NE = logits_NE.float().sigmoid()
+    choice_NE = score_NE.detach() + bias_E.float()
+    if n_group > 1:
+        grouped = choice_NE.view(-1, n_group, choice_NE.shape[-1] // n_group)
+        group_score = grouped.topk(2, dim=-1).values.sum(-1)
+        kept = group_score.sort(dim=-1, descending=True, stable=True).indices[:, :topk_group]
+        alive = torch.zeros_like(group_score, dtype=torch.bool).scatter_(-1, kept, True)
+        choice_NE = grouped.masked_fill(~alive[..., None], -torch.inf).flatten(1)
+    expert_NM = choice_NE.sort(dim=-1, descending=True, stable=True).indices[:, :top_k]
+    weight_NM = score_NE.gather(-1, expert_NM)
+    if normalise:
+        weight_NM = weight_NM / (weight_NM.sum(-1, keepdim=True) + 1e-20)
+    return expert_NM, weight_NM * scaling, score_NE
+
+
+def grouped_swiglu(x_ND: Tensor, gate_up_EFD: Tensor, down_EDF: Tensor, expert_NM: Tensor, weight_NM: Tensor) -> Tensor:
+    """Sum over each token's M experts of weight * down(silu(gate x) * up x).
+
+    Args:
+        x_ND: tokens. gate_up_EFD: [E, 2F, D], gate rows then up rows. down_EDF: [E, D, F].
+        expert_NM: int64 ids. weight_NM: fp32.
+
+    Returns:
+        [N, D] in x's dtype; the sum over experts is taken in fp32.
+    """
+    n, m = expert_NM.shape
+    if n == 1 and not torch.is_grad_enabled():  # decode: no permutation to make
+        parts = [
+            _expert(x_ND, gate_up_EFD[e], down_EDF[e])[0].float() * weight_NM[0, i]
+            for i, e in enumerate(expert_NM[0].tolist())
+        ]
+        return torch.stack(parts).sum(0, keepdim=True).to(x_ND.dtype)
+    order = expert_NM.flatten().argsort(stable=True)
+    counts = torch.bincount(expert_NM.flatten(), minlength=gate_up_EFD.shape[0]).tolist()
+    inverse = torch.empty_like(order)
+    inverse[order] = torch.arange(order.numel(), device=order.device)
+    rows = x_ND.index_select(0, order.div(m, rounding_mode="floor"))
+    outputs = _Experts.apply(rows, gate_up_EFD, down_EDF, counts)
+    chosen = outputs.index_select(0, inverse).view(n, m, -1)
+    return (chosen.float() * weight_NM[..., None]).sum(1).to(x_ND.dtype)
+
+
+def _expert(x: Tensor, gate_up: Tensor, down: Tensor) -> Tensor:
+    gate, up = F.linear(x, gate_up).chunk(2, dim=-1)
+    return F.linear(F.silu(gate).mul_(up), down)
+
+
+class _Experts(torch.autograd.Function):
+    """Every expert on its contiguous segment of rows. Saves the products' inputs; recomputes SwiGLU in backward."""
+
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, gate_up: Tensor, down: Tensor, counts: list[int]) -> Tensor:
+        hidden = rows.new_empty(rows.shape[0], gate_up.shape[1])
+        out = rows.new_empty(rows.shape[0], down.shape[1])
+        for e, a, b in _segments(counts):
+            torch.mm(rows[a:b], gate_up[e].t(), out=hidden[a:b])
+            gate, up = hidden[a:b].chunk(2, dim=-1)
+            torch.mm(F.silu(gate).mul_(up), down[e].t(), out=out[a:b])
+        ctx.save_for_backward(rows, hidden, gate_up, down)
+        ctx.counts = counts
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, grad_out: Tensor) -> tuple[Tensor | None, ...]:
+        rows, hidden, gate_up, down = ctx.saved_tensors
+        grad_out = grad_out.contiguous()
+        drows = torch.empty_like(rows)
+        dgate_up, ddown = torch.empty_like(gate_up), torch.empty_like(down)
+        dhidden = torch.empty_like(hidden)
+        half = gate_up.shape[1] // 2
+        gate, up = hidden.float().chunk(2, dim=-1)
+        sigmoid = gate.sigmoid()
+        act = gate * sigmoid
+        mixed = (act * up).to(rows.dtype)
+        for e, count in enumerate(ctx.counts):
+            if count == 0:
+                dgate_up[e].zero_()
+                ddown[e].zero_()
+        for e, a, b in _segments(ctx.counts):
+            g = grad_out[a:b]
+            torch.mm(g.t(), mixed[a:b], out=ddown[e])
+            dmixed = (g @ down[e]).float()
+            dhidden[a:b, half:] = dmixed * act[a:b]
+            s = sigmoid[a:b]
+            dhidden[a:b, :half] = dmixed * up[a:b] * (s + act[a:b] * (1 - s))
+            torch.mm(dhidden[a:b].t(), rows[a:b], out=dgate_up[e])
+            torch.mm(dhidden[a:b], gate_up[e], out=drows[a:b])
+        return drows, dgate_up, ddown, None
+
+
+def _segments(counts: list[int]) -> Any:
+    start = 0
+    for expert, count in enumerate(counts):
+        if count:
+            yield expert, start, start + count
+        start += count

@@ -1,0 +1,101 @@
+"""The cache: per layer the MLA latent row (512 + 64 elements a token) and the index key (128), nothing else.
+
+All layers' tensors, the MTP block's included, live and die together: written, cropped, reordered and repeated as
+one, so that index keys can never be left behind. Rows have their own lengths, so right-padded and speculated
+batches need no holes. Source: report section 2.1; `config` for the widths. Read next: `mla`.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from glm5.model.config import ModelConfig
+
+
+def cache_widths(config: ModelConfig) -> tuple[int, ...]:
+    """Elements per token of each cached tensor of a layer: (latent + rope, index key), or (keys, values) in GQA."""
+    if config.attention == "mla":
+        return (config.latent_dim, config.index_head_dim)
+    group = config.num_key_value_heads * config.head_dim
+    return (group, group)
+
+
+class Cache:
+    """Key slots of every layer for a batch of sequences, grown as needed.
+
+    Attributes:
+        length_B: int64 tokens held per row. first_B: int64 first real slot per row (left padding before it).
+        layers: per layer, a list of tensors [B, capacity, width].
+    """
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        batch: int = 1,
+        *,
+        capacity: int = 0,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype = torch.float32,
+    ) -> None:
+        self.widths = cache_widths(config)
+        self.max_slots = config.max_position_embeddings
+        self.layers = [
+            [torch.zeros(batch, capacity, w, dtype=dtype, device=device) for w in self.widths]
+            for _ in range(config.num_cache_layers)
+        ]
+        self.length_B = torch.zeros(batch, dtype=torch.int64, device=device)
+        self.first_B = torch.zeros(batch, dtype=torch.int64, device=device)
+        self.uniform: int | None = 0  # the common length where all rows are equal and unpadded, else None
+
+    @property
+    def batch(self) -> int:
+        return self.length_B.shape[0]
+
+    @property
+    def capacity(self) -> int:
+        return self.layers[0][0].shape[1]
+
+    def nbytes(self, *, used: bool = True) -> int:
+        """Bytes of the held tokens (or of the whole allocation), all layers and tensors."""
+        tokens = int(self.length_B.sum()) if used else self.batch * self.capacity
+        return tokens * sum(t.shape[-1] * t.element_size() for layer in self.layers for t in layer)
+
+    def reserve(self, slots: int) -> None:
+        """Make room for `slots` per row, at least doubling, so that growth costs linear time in all."""
+        if slots <= self.capacity:
+            return
+        capacity = max(slots, min(2 * self.capacity, self.max_slots), 64)
+        for layer in self.layers:
+            for i, old in enumerate(layer):
+                new = torch.zeros(self.batch, capacity, old.shape[-1], dtype=old.dtype, device=old.device)
+                new[:, : old.shape[1]] = old
+                layer[i] = new
+
+    def write(self, layer: int, slot_BT: Tensor | None, start: int | None, *values: Tensor) -> list[Tensor]:
+        """Write new rows [B, T, width] into `layer`, at `start` in every row or at `slot_BT`; return whole tensors.
+
+        Slots must have been reserved. Returns the layer's tensors [B, capacity, width].
+        """
+        tensors = self.layers[layer]
+        for tensor, value in zip(tensors, values, strict=True):
+            if start is not None:
+                tensor[:, start : start + value.shape[1]] = value
+            else:
+                assert slot_BT is not None
+                tensor.scatter_(1, slot_BT[..., None].expand_as(value), value.to(tensor.dtype))
+        return tensors
+
+    def crop(self, length: int | Tensor) -> None:
+        """Forget everything from `length` on (per row, or one for all). Never grows a row."""
+        limit = torch.as_tensor(length, device=self.length_B.device)
+        self.length_B = torch.minimum(self.length_B, limit.expand_as(self.length_B))
+        if self.uniform is not None:
+            same = isinstance(length, int) or self.batch == 1
+            self.uniform = min(self.uniform, int(limit)) if same else None
+
+    def reorder(self, rows: Tensor) -> None:
+        """Keep the given rows, in that order, repeats allowed: beam search, or repeating a prompt n times."""
+        for layer in self.layers:
+            layer[:] = [t.index_select(0, rows) for t in layer]
+        self.length_B, self.first_B = self.length_B[rows], self.first_B[rows]

@@ -1,0 +1,332 @@
+"""GLM-5 itself: embedding, blocks, norm, head, and the shared MTP block. The walk of a forward pass starts here.
+
+    ids -> embed -> [block: norm, MLA + indexer, norm, MLP or MoE] x N -> norm -> head -> logits
+                                                                       \\-> MTP block (depths 1, 2, 3) -> norm -> head
+
+The module tree's names are the public checkpoint's, so that a state dict needs no renaming but the experts' fusion
+(see `weights`). Source: report section 2.1. Read next: `block`, `mla`, `mtp`; then `weights` and `generate`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from glm5.kernels.basic import rope_tables
+from glm5.kernels.visibility import Visibility
+from glm5.model.block import Block
+from glm5.model.cache import Cache
+from glm5.model.config import ModelConfig
+from glm5.model.layers import Embedding, Linear, RMSNorm
+from glm5.model.mtp import MTPBlock
+from glm5.model.trace import Aux, Trace
+from glm5.utils.errors import UserError
+
+
+@dataclass(frozen=True)
+class Output:
+    """logits [B, T or logits_to_keep, vocabulary] in the model's dtype; hidden [B, T, D] after the final norm."""
+
+    logits: Tensor
+    hidden: Tensor
+
+
+class Trunk(nn.Module):
+    """Everything under `model.` in a checkpoint. The MTP block is the last entry of `layers`."""
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        self.embed_tokens = Embedding(config.vocab_size, config.hidden_size)
+        blocks: list[Block] = [Block(config, i) for i in range(config.num_hidden_layers)]
+        blocks += [MTPBlock(config, config.num_hidden_layers) for _ in range(config.num_nextn_predict_layers)]
+        self.layers = nn.ModuleList(blocks)
+        self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+
+
+class GLM5(nn.Module):
+    """The model.
+
+    Args:
+        config: its shape.
+        seed: of the initial weights; None leaves them uninitialised, for a loader to fill.
+    """
+
+    def __init__(self, config: ModelConfig, *, seed: int | None = 0) -> None:
+        super().__init__()
+        self.config = config
+        self.model = Trunk(config)
+        self.lm_head = Linear(config.hidden_size, config.vocab_size, bias=False)
+        if config.tie_word_embeddings:
+            self.lm_head.weight = self.model.embed_tokens.weight
+        if seed is not None and self.device.type != "meta":
+            self.init_weights(seed)
+
+    # ------------------------------------------------------------------ what it is
+    @property
+    def device(self) -> torch.device:
+        return self.lm_head.weight.device
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.lm_head.weight.dtype
+
+    @property
+    def blocks(self) -> list[Block]:
+        """The trunk's blocks, without MTP."""
+        return list(self.model.layers)[: self.config.num_hidden_layers]  # type: ignore[return-value]
+
+    @property
+    def mtp(self) -> MTPBlock:
+        """The shared MTP block.
+
+        Raises:
+            UserError: the configuration has none.
+        """
+        if self.config.num_nextn_predict_layers == 0:
+            raise UserError(
+                "num_nextn_predict_layers=0: this model has no MTP block", "use depth 0, or a config with one"
+            )
+        return self.model.layers[-1]  # type: ignore[return-value]
+
+    @torch.no_grad()
+    def init_weights(self, seed: int) -> None:
+        """Normal with std `initializer_range` for matrices, one for gains, zero for biases, drawn in name order."""
+        generator = torch.Generator(device=self.device).manual_seed(seed)
+        for name, parameter in self.named_parameters():
+            if parameter.ndim >= 2:
+                parameter.normal_(0.0, self.config.initializer_range, generator=generator)
+            else:
+                parameter.fill_(0.0 if name.endswith("bias") else 1.0)
+
+    def new_cache(self, batch: int = 1, *, capacity: int = 0) -> Cache:
+        """An empty cache on the model's device and in its dtype."""
+        return Cache(self.config, batch, capacity=capacity, device=self.device, dtype=self.dtype)
+
+    # ------------------------------------------------------------------ forward
+    def forward(
+        self,
+        input_ids: Tensor,
+        *,
+        attention_mask: Tensor | None = None,
+        documents: Tensor | None = None,
+        cache: Cache | None = None,
+        sparse: bool = True,
+        logits_to_keep: int = 0,
+        trace: Trace | None = None,
+        aux: Aux | None = None,
+    ) -> Output:
+        """Logits of the next token at every position.
+
+        Args:
+            input_ids: int64 [B, T], the new tokens.
+            attention_mask: [B, T], or [B, cached + T] of which the last T columns count: 1 for tokens, 0 for
+                padding, which may stand on the left or the right. Outputs at padding are finite and meaningless.
+            documents: [B, T], for packed training rows: the slot where each token's document begins.
+            cache: keys of earlier tokens; extended by this call.
+            sparse: DSA's top-k selection; False is the dense model that it was adapted from.
+            logits_to_keep: only the last so many positions' logits; 0 is all.
+            trace, aux: see `glm5.model.trace`.
+
+        Raises:
+            UserError: ids outside the vocabulary, a context past the maximum, or a mask with holes.
+        """
+        hidden = self.hidden(
+            input_ids,
+            attention_mask=attention_mask,
+            documents=documents,
+            cache=cache,
+            sparse=sparse,
+            trace=trace,
+            aux=aux,
+        )
+        return Output(self.lm_head(hidden[:, -logits_to_keep:]), hidden)
+
+    def hidden(
+        self,
+        input_ids: Tensor,
+        *,
+        attention_mask: Tensor | None = None,
+        documents: Tensor | None = None,
+        cache: Cache | None = None,
+        sparse: bool = True,
+        trace: Trace | None = None,
+        aux: Aux | None = None,
+    ) -> Tensor:
+        """The trunk's hidden states after the final norm, [B, T, D]: what the head and MTP read."""
+        self._check_ids(input_ids)
+        place = self._place(input_ids, attention_mask, documents, cache)
+        x = self.model.embed_tokens(input_ids)
+        if trace is not None:
+            trace.hidden.append(x)
+        rope = self._rope(place.position_BT, x.dtype)
+        for i, block in enumerate(self.blocks):
+            x = block(x, rope, place.visible, sparse=sparse, cache=cache, slot_BT=place.slot_BT, trace=trace, aux=aux)
+            if trace is not None and i + 1 < len(self.blocks):
+                trace.hidden.append(x)
+        x = self.model.norm(x)
+        if trace is not None:
+            trace.hidden.append(x)
+        if cache is not None:
+            place.commit(cache)
+        return x
+
+    def mtp_hidden(
+        self,
+        hidden_BTD: Tensor,
+        input_ids: Tensor,
+        depths: int,
+        *,
+        documents: Tensor | None = None,
+        sparse: bool = True,
+        trace: Trace | None = None,
+        aux: Aux | None = None,
+    ) -> Iterator[Tensor]:
+        """MTP in its training form: for d = 1 … depths, hidden states [B, T - d, D] that predict token i + d + 1.
+
+        Args:
+            hidden_BTD: the trunk's `hidden` of `input_ids` [B, T].
+            documents: as in `forward`; a position whose prediction would cross a document must get loss weight 0.
+        """
+        batch, tokens = input_ids.shape
+        visible = (
+            Visibility.causal(batch, tokens, device=self.device)
+            if documents is None
+            else Visibility.documents(documents)
+        )
+        position_BT = visible.last_BT - visible.first_BT
+        rope = self._rope(position_BT, hidden_BTD.dtype)
+        embedded = self.model.embed_tokens(input_ids)
+        for depth in range(1, depths + 1):
+            n = tokens - depth
+            if n < 1:
+                return
+            hidden_BTD = self.mtp.predict(
+                embedded[:, depth:],
+                hidden_BTD[:, :n],
+                (rope[0][:, :n], rope[1][:, :n]),
+                visible.tile(0, n),
+                sparse=sparse,
+                trace=trace,
+                aux=aux,
+            )
+            yield hidden_BTD
+
+    def draft_hidden(
+        self, hidden_BTD: Tensor, next_ids: Tensor, cache: Cache, start: int, *, sparse: bool = True
+    ) -> Tensor:
+        """MTP in its serving form: T steps of the block at slots start … start + T - 1 of the cache.
+
+        Args:
+            hidden_BTD: trunk hidden of those positions, or the block's own output when recycling.
+            next_ids: [B, T], the token after each position.
+            cache: holds the block's keys in its last layer; its length is not changed.
+        """
+        batch, tokens = next_ids.shape
+        cache.reserve(start + tokens)
+        visible = Visibility.causal(batch, tokens, start, device=self.device)
+        rope = self._rope(visible.last_BT, hidden_BTD.dtype)
+        return self.mtp.predict(
+            self.model.embed_tokens(next_ids), hidden_BTD, rope, visible, sparse=sparse, cache=cache
+        )
+
+    def generate(self, input_ids: Tensor, **options: Any) -> Iterator[int]:
+        """Stream new token ids of one sequence; see `glm5.model.generate.generate` for the options."""
+        from glm5.model.generate import generate
+
+        return generate(self, input_ids, **options)
+
+    # ------------------------------------------------------------------ where tokens go
+    def _rope(self, position_BT: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        return rope_tables(position_BT, self.config.qk_rope_head_dim, self.config.rope_theta, dtype)
+
+    def _check_ids(self, ids: Tensor) -> None:
+        if ids.ndim != 2 or ids.shape[1] == 0 or ids.is_floating_point():
+            raise UserError(
+                f"input_ids: shape {tuple(ids.shape)} of {ids.dtype}",
+                "give integer ids of shape [batch, tokens], tokens >= 1",
+            )
+        low, high = ids.aminmax()
+        if low < 0 or high >= self.config.vocab_size:
+            bad = int(low) if low < 0 else int(high)
+            raise UserError(
+                f"input_ids: token id {bad} lies outside the vocabulary [0, {self.config.vocab_size})",
+                "encode the text with this model's own tokenizer",
+            )
+
+    def _place(
+        self, ids: Tensor, attention_mask: Tensor | None, documents: Tensor | None, cache: Cache | None
+    ) -> Placement:
+        batch, tokens = ids.shape
+        longest = 0 if cache is None else (cache.uniform if cache.uniform is not None else int(cache.length_B.max()))
+        slots = longest + tokens
+        if slots > self.config.max_position_embeddings:
+            raise UserError(
+                f"context of {slots} tokens exceeds max_position_embeddings={self.config.max_position_embeddings}",
+                "shorten the input or crop the cache",
+            )
+        if cache is not None:
+            cache.reserve(slots)
+        if documents is not None:
+            if cache is not None or attention_mask is not None:
+                raise UserError("documents: cannot be combined with a cache or an attention_mask", "pass one of them")
+            visible = Visibility.documents(documents)
+            return Placement(visible, visible.last_BT - visible.first_BT, None, None, None)
+        if attention_mask is not None and bool((attention_mask[:, -tokens:] != 0).all()):
+            attention_mask = None
+        if attention_mask is None and (cache is None or cache.uniform is not None):
+            visible = Visibility.causal(batch, tokens, longest, device=ids.device)
+            return Placement(visible, visible.last_BT, None, None, None)
+        return self._place_ragged(ids, attention_mask, cache, slots)
+
+    def _place_ragged(self, ids: Tensor, attention_mask: Tensor | None, cache: Cache | None, slots: int) -> Placement:
+        """Rows of unequal length: padding on the left shifts a row's first slot, on the right is never stored."""
+        batch, tokens = ids.shape
+        step_T = torch.arange(tokens, device=ids.device)
+        zero_B = torch.zeros(batch, dtype=torch.int64, device=ids.device)
+        length_B, first_B = (zero_B, zero_B) if cache is None else (cache.length_B, cache.first_B)
+        real_BT = torch.ones_like(ids, dtype=torch.bool)
+        if attention_mask is not None:
+            if attention_mask.ndim != 2 or attention_mask.shape[0] != batch or attention_mask.shape[1] < tokens:
+                raise UserError(
+                    f"attention_mask: shape {tuple(attention_mask.shape)}", f"must be [{batch}, >= {tokens}]"
+                )
+            real_BT = attention_mask[:, -tokens:].to(ids.device) != 0
+        real_B = real_BT.sum(-1)
+        lead_B = torch.where(real_B > 0, real_BT.int().argmax(-1), torch.where(length_B == first_B, tokens, 0))
+        expected = (step_T >= lead_B[:, None]) & (step_T < (lead_B + real_B)[:, None])
+        if bool((expected != real_BT).any()):
+            raise UserError(
+                "attention_mask: a row's ones are not one contiguous run", "pad on the left or on the right only"
+            )
+        if bool(((lead_B > 0) & (length_B > first_B)).any()):
+            raise UserError("attention_mask: padding before new tokens of a row that already holds tokens", "remove it")
+        first_B = first_B + lead_B
+        slot_BT = length_B[:, None] + step_T
+        last_BT = torch.where(real_BT, slot_BT, -1)
+        visible = Visibility(first_B[:, None].expand(batch, tokens), last_BT, slots)
+        position_BT = (slot_BT - first_B[:, None]).clamp(min=0)
+        return Placement(visible, position_BT, slot_BT, length_B + lead_B + real_B, first_B)
+
+
+@dataclass(frozen=True)
+class Placement:
+    """Where the new tokens of one call go: what they see, their rotary positions, their slots, the cache after."""
+
+    visible: Visibility
+    position_BT: Tensor
+    slot_BT: Tensor | None
+    length_B: Tensor | None
+    first_B: Tensor | None
+
+    def commit(self, cache: Cache) -> None:
+        """Count the new tokens in, once every layer has stored them."""
+        if self.length_B is None or self.first_B is None:
+            assert cache.uniform is not None
+            cache.uniform += self.position_BT.shape[1]
+            cache.length_B = torch.full_like(cache.length_B, cache.uniform)
+        else:
+            cache.length_B, cache.first_B, cache.uniform = self.length_B, self.first_B, None

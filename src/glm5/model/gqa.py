@@ -1,0 +1,63 @@
+"""Grouped-query attention: the report's baseline in Table 1 (GQA-8), dense, with a plain key-value cache.
+
+A GLM-5 never uses it; it exists so that MLA and Muon Split can be compared with it. Read next: `mla`.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from glm5.kernels.attention import dense_attention
+from glm5.kernels.basic import rope_interleaved
+from glm5.kernels.visibility import Visibility
+from glm5.model.cache import Cache
+from glm5.model.config import ModelConfig
+from glm5.model.layers import Linear
+from glm5.model.trace import Aux, Trace
+
+
+class GQA(nn.Module):
+    """One attention layer with `num_key_value_heads` groups; rotates `qk_rope_head_dim` of each head at most."""
+
+    def __init__(self, config: ModelConfig, layer: int) -> None:
+        super().__init__()
+        self.layer = layer
+        self.heads, self.groups, self.width = (
+            config.num_attention_heads,
+            config.num_key_value_heads,
+            config.head_dim,
+        )
+        self.rotary = config.qk_rope_head_dim
+        bias = config.attention_bias
+        self.q_proj = Linear(config.hidden_size, self.heads * self.width, bias=bias)
+        self.k_proj = Linear(config.hidden_size, self.groups * self.width, bias=bias)
+        self.v_proj = Linear(config.hidden_size, self.groups * self.width, bias=bias)
+        self.o_proj = Linear(self.heads * self.width, config.hidden_size, bias=bias)
+
+    def forward(
+        self,
+        x_BTD: Tensor,
+        rope: tuple[Tensor, Tensor],
+        visible: Visibility,
+        *,
+        sparse: bool = True,
+        cache: Cache | None = None,
+        slot_BT: Tensor | None = None,
+        trace: Trace | None = None,
+        aux: Aux | None = None,
+    ) -> Tensor:
+        """As `MLA.forward`; `sparse` and `aux` have no meaning here, as there is no indexer."""
+        cos, sin = (t.unsqueeze(-2) for t in rope)
+        q = self._rotate(self.q_proj(x_BTD).unflatten(-1, (self.heads, -1)), cos, sin)
+        k = self._rotate(self.k_proj(x_BTD).unflatten(-1, (self.groups, -1)), cos, sin)
+        v = self.v_proj(x_BTD)
+        if cache is not None:
+            keys, v = cache.write(self.layer, slot_BT, visible.offset, k.flatten(-2), v)
+            k = keys[:, : visible.slots].unflatten(-1, (self.groups, -1))
+            v = v[:, : visible.slots]
+        out = dense_attention(q, k, v.unflatten(-1, (self.groups, -1)), visible, self.width**-0.5)
+        return self.o_proj(out.flatten(-2))
+
+    def _rotate(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        return torch.cat((x[..., : -self.rotary], rope_interleaved(x[..., -self.rotary :], cos, sin)), dim=-1)

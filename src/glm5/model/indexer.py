@@ -1,0 +1,42 @@
+"""The lightning indexer's projections: what to look at. MLA then reads it.
+
+Queries come from the normalised query latent, keys from the hidden state through a LayerNorm with bias; the first
+`qk_rope_head_dim` of each head are rotated (the main attention rotates its last), interleaved. It learns only from
+its KL loss: its inputs are detached. Source: report section 2.1.1; DeepSeek-V3.2. Read next: `mla`.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from glm5.kernels.basic import rope_interleaved
+from glm5.model.config import ModelConfig
+from glm5.model.layers import LayerNorm, Linear
+
+
+class Indexer(nn.Module):
+    """Index queries, keys and head weights of one layer."""
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        self.heads, self.width = config.index_n_heads, config.index_head_dim
+        self.rotary = config.qk_rope_head_dim
+        self.topk = config.index_topk
+        self.wq_b = Linear(config.q_lora_rank, self.heads * self.width, bias=False)
+        self.wk = Linear(config.hidden_size, self.width, bias=False)
+        self.k_norm = LayerNorm(self.width)
+        self.weights_proj = Linear(config.hidden_size, self.heads, bias=False)
+
+    def keys(self, x_BTD: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        """Index keys [B, T, I], normed and rotated: what the cache holds."""
+        k = self.k_norm(self.wk(x_BTD.detach()))
+        return torch.cat((rope_interleaved(k[..., : self.rotary], cos, sin), k[..., self.rotary :]), dim=-1)
+
+    def queries(self, x_BTD: Tensor, q_latent_BTQ: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+        """Index queries [B, T, J, I], and head weights fp32 [B, T, J] with both scales (J and I, power -1/2) in."""
+        q = self.wq_b(q_latent_BTQ.detach()).unflatten(-1, (self.heads, self.width))
+        rotated = rope_interleaved(q[..., : self.rotary], cos.unsqueeze(-2), sin.unsqueeze(-2))
+        q = torch.cat((rotated, q[..., self.rotary :]), dim=-1)
+        w = self.weights_proj(x_BTD.detach()).float() * (self.heads * self.width) ** -0.5
+        return q, w

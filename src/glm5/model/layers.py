@@ -1,0 +1,63 @@
+"""The small modules: norms and the dense SwiGLU. Parameter names are the public checkpoint's.
+
+Read next: `indexer`, `mla`.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from glm5.kernels import basic
+
+
+class RMSNorm(nn.Module):
+    """RMSNorm with gain over the last axis; see `kernels.basic.rms_norm` for its precision."""
+
+    def __init__(self, width: int, eps: float) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(width))
+        self.eps = eps
+
+    def forward(self, x: Tensor) -> Tensor:
+        return basic.rms_norm(x, self.weight, self.eps)
+
+
+class LayerNorm(nn.Module):
+    """LayerNorm with gain and bias: the indexer's key norm."""
+
+    def __init__(self, width: int, eps: float = 1e-6) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(width))
+        self.bias = nn.Parameter(torch.zeros(width))
+        self.eps = eps
+
+    def forward(self, x: Tensor) -> Tensor:
+        return basic.layer_norm(x, self.weight, self.bias, self.eps)
+
+
+class Linear(nn.Linear):
+    """A Linear whose weights are left to `glm5.GLM5.init_weights`: building draws from no random state."""
+
+    def reset_parameters(self) -> None:
+        pass
+
+
+class Embedding(nn.Embedding):
+    """An Embedding whose weights are left to `glm5.GLM5.init_weights`."""
+
+    def reset_parameters(self) -> None:
+        pass
+
+
+class SwiGLU(nn.Module):
+    """down(silu(gate x) * up x): the dense feed-forward, and the shared expert."""
+
+    def __init__(self, width: int, inner: int) -> None:
+        super().__init__()
+        self.gate_proj = Linear(width, inner, bias=False)
+        self.up_proj = Linear(width, inner, bias=False)
+        self.down_proj = Linear(inner, width, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down_proj(basic.swiglu(self.gate_proj(x), self.up_proj(x)))

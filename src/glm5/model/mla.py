@@ -1,0 +1,153 @@
+"""Multi-head latent attention with DSA: one 512-wide latent and one 64-wide rotary key per position.
+
+Expanded form: the latent is turned into 64 heads of keys and values (training, dense prefill). Absorbed form: W_UK
+is folded into the query and W_UV into the output, and all heads read the latent row itself (decode, sparse prefill);
+no expanded key is ever cached. Both give the same numbers; `_prefers_absorbed` picks by counted work. Source: report
+section 2.1. Read next: `cache`, `moe`.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from glm5.kernels.attention import dense_attention, sparse_attention
+from glm5.kernels.basic import rope_interleaved
+from glm5.kernels.indexer import index_scores, index_select
+from glm5.kernels.indexer_loss import indexer_loss
+from glm5.kernels.visibility import Visibility
+from glm5.model.cache import Cache
+from glm5.model.config import ModelConfig
+from glm5.model.indexer import Indexer
+from glm5.model.layers import Linear, RMSNorm
+from glm5.model.trace import Aux, Trace
+
+# One multiply-add of gathered single-query attention costs about this many of a masked matrix product's (measured on
+# two CPU cores; the gather moves a row of memory for every few products).
+GATHER_COST = 6
+
+
+class MLA(nn.Module):
+    """One attention layer. Parameter names and shapes are the public checkpoint's."""
+
+    def __init__(self, config: ModelConfig, layer: int) -> None:
+        super().__init__()
+        self.layer = layer
+        self.heads = config.num_attention_heads
+        self.latent, self.rotary = config.kv_lora_rank, config.qk_rope_head_dim
+        self.nope, self.value = config.qk_nope_head_dim, config.v_head_dim
+        self.scale = config.qk_head_dim**-0.5
+        bias = config.attention_bias
+        self.q_a_proj = Linear(config.hidden_size, config.q_lora_rank, bias=bias)
+        self.q_a_layernorm = RMSNorm(config.q_lora_rank, config.latent_norm_eps)
+        self.q_b_proj = Linear(config.q_lora_rank, self.heads * config.qk_head_dim, bias=False)
+        self.kv_a_proj_with_mqa = Linear(config.hidden_size, config.latent_dim, bias=bias)
+        self.kv_a_layernorm = RMSNorm(config.kv_lora_rank, config.latent_norm_eps)
+        self.kv_b_proj = Linear(config.kv_lora_rank, self.heads * (self.nope + self.value), bias=False)
+        self.o_proj = Linear(self.heads * self.value, config.hidden_size, bias=bias)
+        self.indexer = Indexer(config)
+
+    def forward(
+        self,
+        x_BTD: Tensor,
+        rope: tuple[Tensor, Tensor],
+        visible: Visibility,
+        *,
+        sparse: bool = True,
+        cache: Cache | None = None,
+        slot_BT: Tensor | None = None,
+        trace: Trace | None = None,
+        aux: Aux | None = None,
+    ) -> Tensor:
+        """Attend and project back to [B, T, D].
+
+        Args:
+            rope: cos and sin [B, T, R / 2]. visible: each query's key slots, in cache slots where there is a cache.
+            sparse: restrict to the indexer's top-k; False attends to everything visible (before DSA adaptation).
+            slot_BT: where new tokens go in the cache, when they don't follow `visible.offset` in every row.
+        """
+        cos, sin = rope
+        q_latent = self.q_a_layernorm(self.q_a_proj(x_BTD))
+        q = self.q_b_proj(q_latent).unflatten(-1, (self.heads, -1))
+        q_nope, q_rope = q.split((self.nope, self.rotary), dim=-1)
+        q_rope = rope_interleaved(q_rope, cos.unsqueeze(-2), sin.unsqueeze(-2))
+        latent, k_rope = self.kv_a_proj_with_mqa(x_BTD).split((self.latent, self.rotary), dim=-1)
+        rows = torch.cat((self.kv_a_layernorm(latent), rope_interleaved(k_rope, cos, sin)), dim=-1)
+
+        indexed = sparse or cache is not None or aux is not None or trace is not None
+        index_keys = self.indexer.keys(x_BTD, cos, sin) if indexed else rows
+        if cache is not None:
+            rows, index_keys = cache.write(self.layer, slot_BT, visible.offset, rows, index_keys)
+        rows = rows[:, : visible.slots]
+
+        selected, index_q = None, None
+        if (sparse and (visible.slots > self.indexer.topk or trace is not None)) or (aux is not None and aux.indexer):
+            index_q = self.indexer.queries(x_BTD, q_latent, cos, sin)
+            if sparse:
+                selected = self._select(index_q, index_keys, visible, trace)
+
+        if self._prefers_absorbed(x_BTD.shape[1], visible, selected):
+            out = self._absorbed(q_nope, q_rope, rows, visible, selected)
+        else:
+            q_full = torch.cat((q_nope, q_rope), dim=-1)
+            keys, values = self._expand(rows)
+            if selected is None:
+                out = dense_attention(q_full, keys, values, visible, self.scale)
+            else:
+                out = sparse_attention(q_full, keys, values, selected, visible, self.scale)
+            if aux is not None and aux.indexer:
+                assert index_q is not None
+                aux.indexer_losses.append(
+                    indexer_loss(*index_q, index_keys, q_full, keys, visible, selected, self.scale, self.indexer.topk)
+                )
+        return self.o_proj(out.flatten(-2))
+
+    def _select(
+        self, index_q: tuple[Tensor, Tensor], index_keys: Tensor, visible: Visibility, trace: Trace | None
+    ) -> Tensor | None:
+        with torch.no_grad():
+            if trace is not None and trace.scores:
+                trace.index_scores.append(index_scores(*index_q, index_keys, visible))
+            if trace is not None and trace.replay is not None:
+                selected = trace.replay[len(trace.selected)]
+            else:
+                selected = index_select(*index_q, index_keys, visible, self.indexer.topk)
+            if trace is not None:
+                trace.selected.append(selected)
+        replayed = trace is not None and trace.replay is not None
+        return selected if visible.slots > self.indexer.topk or replayed else None
+
+    def _expand(self, rows_BSX: Tensor) -> tuple[Tensor, Tensor]:
+        """Keys [B, S, H, N + R] and values [B, S, H, V] from cached rows."""
+        latent, k_rope = rows_BSX.split((self.latent, self.rotary), dim=-1)
+        expanded = self.kv_b_proj(latent).unflatten(-1, (self.heads, -1))
+        k_nope, values = expanded.split((self.nope, self.value), dim=-1)
+        k_rope = k_rope.unsqueeze(-2).expand(*k_nope.shape[:-1], self.rotary)
+        return torch.cat((k_nope, k_rope), dim=-1), values
+
+    def _absorbed(
+        self, q_nope: Tensor, q_rope: Tensor, rows: Tensor, visible: Visibility, selected: Tensor | None
+    ) -> Tensor:
+        up = self.kv_b_proj.weight.view(self.heads, self.nope + self.value, self.latent)
+        w_uk, w_uv = up[:, : self.nope], up[:, self.nope :]
+        q_latent = torch.einsum("bthn,hnc->bthc", q_nope, w_uk)
+        q_full = torch.cat((q_latent, q_rope), dim=-1)
+        keys = rows.unsqueeze(2)
+        values = keys[..., : self.latent]
+        if selected is None:
+            mixed = dense_attention(q_full, keys, values, visible, self.scale)
+        else:
+            mixed = sparse_attention(q_full, keys, values, selected, visible, self.scale)
+        return torch.einsum("bthc,hvc->bthv", mixed, w_uv)
+
+    def _prefers_absorbed(self, queries: int, visible: Visibility, selected: Tensor | None) -> bool:
+        """Whether the absorbed form does less counted work for this call (multiply-adds per head)."""
+        if torch.is_grad_enabled():
+            return False
+        slots, wide, absorbed = visible.slots, self.nope + self.rotary + self.value, 2 * self.latent + self.rotary
+        expand = slots * self.latent * (self.nope + self.value)
+        fold = queries * self.latent * (self.nope + self.value)
+        seen = slots - queries / 2  # keys per query, on average, of the masked products
+        if selected is None:
+            return fold + queries * seen * absorbed < expand + queries * seen * wide
+        return fold + queries * selected.shape[-1] * absorbed * GATHER_COST < expand + queries * seen * wide

@@ -1,0 +1,98 @@
+"""The MoE feed-forward: an fp32 router, fused expert weights, one shared expert that always runs.
+
+Source: report section 2.1; the router's bias and sequence balance from DeepSeek-V3. Read next: `kernels.moe`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Self
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from glm5.kernels.moe import grouped_swiglu, route
+from glm5.model.config import ModelConfig
+from glm5.model.layers import SwiGLU
+from glm5.model.trace import Aux, Trace
+
+
+class Router(nn.Module):
+    """Scores and selection. Weight and bias stay fp32 whatever the model is cast to: a bf16 bias near 7 with a
+    spread of 0.1 would collapse to a handful of values and misroute most tokens."""
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(config.n_routed_experts, config.hidden_size, dtype=torch.float32))
+        self.register_buffer("e_score_correction_bias", torch.zeros(config.n_routed_experts, dtype=torch.float32))
+        self.e_score_correction_bias: Tensor
+        self.settings = dict(
+            top_k=config.num_experts_per_tok,
+            normalise=config.norm_topk_prob,
+            scaling=config.routed_scaling_factor,
+            n_group=config.n_group,
+            topk_group=config.topk_group,
+        )
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
+        weight, bias = self.weight.data, self.e_score_correction_bias
+        super()._apply(fn, recurse)
+        if self.weight.dtype != torch.float32:
+            self.weight.data = weight.to(self.weight.device)
+        if self.e_score_correction_bias.dtype != torch.float32:
+            self.e_score_correction_bias = bias.to(self.e_score_correction_bias.device)
+        return self
+
+    def forward(self, x_ND: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """logits_NE, expert_NM, weight_NM, score_NE, all but the ids fp32."""
+        logits = F.linear(x_ND.float(), self.weight)
+        settings: dict[str, Any] = self.settings
+        return logits, *route(logits, self.e_score_correction_bias, **settings)
+
+
+class Experts(nn.Module):
+    """Routed experts, fused: gate_up_proj [E, 2F, D] (gate rows, then up rows) and down_proj [E, D, F]."""
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        experts, width, inner = config.n_routed_experts, config.hidden_size, config.moe_intermediate_size
+        self.gate_up_proj = nn.Parameter(torch.empty(experts, 2 * inner, width))
+        self.down_proj = nn.Parameter(torch.empty(experts, width, inner))
+
+
+class MoE(nn.Module):
+    """Routed experts plus the shared expert."""
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        self.gate = Router(config)
+        self.experts = Experts(config)
+        shared = config.moe_intermediate_size * config.n_shared_experts
+        self.shared_experts = SwiGLU(config.hidden_size, shared) if shared else None
+
+    def forward(self, x_BTD: Tensor, *, trace: Trace | None = None, aux: Aux | None = None) -> Tensor:
+        x_ND = x_BTD.flatten(0, 1)
+        logits, expert, weight, score = self.gate(x_ND)
+        if trace is not None:
+            trace.router.append((logits, weight, expert))
+        if aux is not None:
+            self._record(aux, expert, score, x_BTD.shape[0])
+        y = grouped_swiglu(x_ND, self.experts.gate_up_proj, self.experts.down_proj, expert, weight)
+        y = y.view_as(x_BTD)
+        return y if self.shared_experts is None else y + self.shared_experts(x_BTD)
+
+    @staticmethod
+    def _record(aux: Aux, expert_NM: Tensor, score_NE: Tensor, batch: int) -> None:
+        """Loads (int64, so that no count is rounded), and the sequence-wise balance loss summed over sequences:
+        sum_e f_e P_e with f_e = E / (M T) * count_e and P_e the mean normalised score (DeepSeek-V3)."""
+        experts, m = score_NE.shape[1], expert_NM.shape[1]
+        aux.loads.append(torch.bincount(expert_NM.flatten(), minlength=experts))
+        if not aux.balance:
+            return
+        tokens = score_NE.shape[0] // batch
+        row = torch.arange(batch, device=expert_NM.device).repeat_interleave(tokens * m) * experts
+        count_BE = torch.bincount(expert_NM.flatten() + row, minlength=batch * experts).view(batch, experts)
+        fraction = count_BE.float() * (experts / (m * tokens))
+        share = (score_NE / score_NE.sum(-1, keepdim=True)).view(batch, tokens, experts).mean(1)
+        aux.balance_losses.append((fraction * share).sum())

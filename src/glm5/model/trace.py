@@ -1,0 +1,58 @@
+"""What a forward pass can show or be told, beside its result: `Trace` for tests and tools, `Aux` for training.
+
+Both are handed in explicitly and filled in layer order. Read next: `mla`, `moe`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from glm5.kernels.indexer_loss import IndexerLoss
+
+
+@dataclass
+class Trace:
+    """Records intermediate tensors and can replay selected positions.
+
+    Args:
+        replay: per layer, selected_BTK to use in place of the indexer's own choice (-1 pads).
+        scores: also record index scores. This makes full [B, T, S] tensors: for short inputs only.
+
+    After a pass: `hidden` (embeddings, then each layer's output, then the normed last), `selected` and `scores`
+    per layer that has an indexer, `router` (logits, weights, experts) per MoE layer.
+    """
+
+    replay: Sequence[Tensor] | None = None
+    scores: bool = False
+    hidden: list[Tensor] = field(default_factory=list)
+    selected: list[Tensor] = field(default_factory=list)
+    index_scores: list[Tensor] = field(default_factory=list)
+    router: list[tuple[Tensor, Tensor, Tensor]] = field(default_factory=list)
+
+
+@dataclass
+class Aux:
+    """What training gathers from the layers, as sums; the caller divides once by global counts.
+
+    Args:
+        indexer: compute the indexer's loss (its gradient reaches the indexer only).
+        balance: compute the sequence-wise balance loss of every MoE layer.
+
+    After a pass, in layer order: `indexer_losses`; `balance_losses`, each summed over sequences; `loads`, int64
+    tokens per expert, for the router bias.
+    """
+
+    indexer: bool = False
+    balance: bool = False
+    indexer_losses: list[IndexerLoss] = field(default_factory=list)
+    balance_losses: list[Tensor] = field(default_factory=list)
+    loads: list[Tensor] = field(default_factory=list)
+
+    def indexer_kl(self) -> Tensor:
+        """Sum of the layers' KL sums; zero where no layer gave one."""
+        kls = [x.kl for x in self.indexer_losses]
+        return torch.stack(kls).sum() if kls else torch.zeros(())
