@@ -1,0 +1,73 @@
+"""Newton-Schulz orthogonalisation, the heart of Muon: a batch of matrices to their nearest orthogonal factors.
+
+An update matrix U = P S Qᵀ is replaced by about P Qᵀ, without an SVD: an odd polynomial, applied five times,
+drives every singular value towards 1. The coefficients are Moonlight's (arXiv:2502.16982). They are chosen for
+speed: the values end between 0.68 and 1.13 and do not converge to exactly 1.
+
+Legend of this file: A rows · B columns of a matrix, after any leading batch dimensions. Read next: `train.optim`.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+# Of the quintic x -> a x + b x^3 + c x^5.
+COEFFICIENTS = (3.4445, -4.7750, 2.0315)
+
+
+def newton_schulz(
+    m_BAB: Tensor,
+    steps: int = 5,
+    coefficients: tuple[float, float, float] = COEFFICIENTS,
+    dtype: torch.dtype | None = None,
+    eps: float = 1e-7,
+) -> Tensor:
+    """Replace the singular values of every matrix by values near 1, keeping its singular vectors.
+
+    Args:
+        m_BAB: [..., A, B], any floating dtype; every leading dimension is a batch. It is not changed.
+        steps: applications of the quintic.
+        coefficients: its a, b and c.
+        dtype: of the iteration, `torch.float32` or `torch.bfloat16`; by default the input's own.
+        eps: added to the Frobenius norm (taken in fp32) that scales the input. A matrix far below it, such as the
+            stale momentum of an expert that no token reaches, fades to zero; a zero matrix stays exactly zero.
+
+    Returns:
+        [..., A, B] of the iteration's dtype. Matrices never mix: a NaN stays in its own matrix.
+
+    Raises:
+        ValueError: the input is not a matrix, or the dtype is not a floating one.
+    """
+    dtype = m_BAB.dtype if dtype is None else dtype
+    if m_BAB.ndim < 2:
+        raise ValueError(f"newton_schulz needs [..., A, B], got shape {tuple(m_BAB.shape)}")
+    if not (dtype.is_floating_point and m_BAB.is_floating_point()):
+        raise ValueError(f"newton_schulz iterates in a floating dtype, got {m_BAB.dtype} and dtype={dtype}")
+    if m_BAB.numel() == 0:
+        return m_BAB.to(dtype, copy=True)
+    a, b, c = coefficients
+    rows, cols = m_BAB.shape[-2:]
+    # The Gram matrix is cheapest on the short side.
+    x = m_BAB.reshape(-1, rows, cols)
+    x = x.mT if rows > cols else x
+    norm_dtype = torch.promote_types(m_BAB.dtype, torch.float32)
+    norm = torch.linalg.vector_norm(x, dim=(-2, -1), keepdim=True, dtype=norm_dtype)
+    x = (x / (norm + eps)).to(dtype)
+    for _ in range(steps):
+        gram = torch.bmm(x, x.mT)
+        poly = torch.baddbmm(gram, gram, gram, beta=b, alpha=c)
+        x = torch.baddbmm(x, poly, x, beta=a)
+    x = x.mT if rows > cols else x
+    return x.reshape(m_BAB.shape)
+
+
+def orthogonal_factor_svd(m_BAB: Tensor) -> Tensor:
+    """The exact orthogonal factor P Qᵀ of [..., A, B] by SVD in float64: what `newton_schulz` approximates.
+
+    A singular value of 0 (up to rounding) has no direction and contributes nothing, as in the iteration.
+    """
+    p, s, qt = torch.linalg.svd(m_BAB.double(), full_matrices=False)
+    cutoff = s[..., :1] * (max(m_BAB.shape[-2:]) * torch.finfo(torch.float64).eps)
+    keep = (s > cutoff).to(p.dtype)
+    return (p * keep.unsqueeze(-2)) @ qt
