@@ -1,9 +1,9 @@
 """Multi-token prediction: one block, stored as layer N, reused at every depth.
 
-At depth d, position i: the block reads [norm(emb(token i + d)) ; norm(h of depth d - 1)] (embedding first), runs a whole
-DSA + MoE layer with its own indexer and cache, and its normed output is both what the shared head reads and what the
-next depth recycles. h of depth 0 is the trunk's normed output. Source: report section 2.1 (parameter-shared MTP),
-DeepSeek-V3. Read next: `generate`.
+At depth d and position i the block reads [norm(emb(token i + d)) ; norm(h of depth d - 1)] (embedding first), runs
+a whole DSA + MoE layer with its own indexer and cache, and its normed output is both what the shared head reads and
+what the next depth recycles. h of depth 0 is the trunk's normed output. Source: report section 2.1 (parameter-shared
+MTP), DeepSeek-V3. Read next: `generate`.
 """
 
 from __future__ import annotations
