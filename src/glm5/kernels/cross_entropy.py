@@ -1,7 +1,7 @@
 """The language-model head and its cross-entropy in one operator, in chunks of the sequence: no full logits.
 
 GLM-5's head has 154,880 rows, so the logits of one 4,096-token sequence in fp32 take 2.5 GB, and as much again
-for their gradient. The report's training infrastructure runs projection and loss, forward and backward, chunk by
+for their gradient. The report (section 2.4.1) runs projection and loss, forward and backward, chunk by
 chunk. Here the forward pass already makes the gradients of each chunk while its logits are at hand: three matrix
 multiplications a chunk, none repeated, and a backward pass that only scales. Everything is a sum, never a mean:
 the caller divides once by the global token count, so a gradient does not depend on how a batch was split.
