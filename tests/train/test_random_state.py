@@ -1,0 +1,57 @@
+"""Random generators continue, after a checkpoint, exactly as they would have."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from glm5.train.checkpoint import CheckpointStore
+from glm5.train.random_state import capture_random_state, restore_random_state
+from glm5.utils.errors import CheckpointError
+
+
+def draw(generator: torch.Generator) -> list[Any]:
+    return [
+        torch.randn(3).tolist(),
+        torch.randperm(9).tolist(),
+        torch.rand(2, generator=generator).tolist(),
+        np.random.standard_normal(3).tolist(),  # noqa: NPY002
+        np.random.randint(0, 1000, 5).tolist(),  # noqa: NPY002
+        random.random(),  # noqa: S311
+        random.gauss(0, 1),
+    ]
+
+
+def test_random_state_continues_through_a_checkpoint(tmp_path: Path) -> None:
+    loader = torch.Generator().manual_seed(5)
+    torch.manual_seed(1)
+    np.random.seed(2)  # noqa: NPY002
+    random.seed(3)
+    draw(loader)  # leaves a cached normal in numpy's and Python's generators, which belongs to their state
+    random_tensors, random_json = capture_random_state({"loader": loader})
+    CheckpointStore(tmp_path).save(1, {"random": random_tensors}, {"random": random_json})
+    expected = [draw(loader), draw(loader)]
+    torch.manual_seed(99)
+    np.random.seed(99)  # noqa: NPY002
+    random.seed(99)
+    resumed = torch.Generator()
+    found = CheckpointStore(tmp_path).load(1)
+    restore_random_state(found.tensors["random"], found.state["random"], {"loader": resumed})
+    assert [draw(resumed), draw(resumed)] == expected
+
+
+def test_random_state_of_another_kind_of_run_is_refused() -> None:
+    tensors, state = capture_random_state()
+    with pytest.raises(CheckpointError, match="loader"):
+        restore_random_state(tensors, state, {"loader": torch.Generator()})
+    tensors["torch.cuda.0"] = tensors["torch.cpu"]
+    if not torch.cuda.is_available():
+        before = torch.get_rng_state()
+        with pytest.raises(CheckpointError, match="1 CUDA devices; here are 0"):
+            restore_random_state(tensors, state)
+        assert torch.equal(torch.get_rng_state(), before)
