@@ -29,7 +29,10 @@ def content(step: int) -> tuple[dict[str, dict[str, torch.Tensor]], dict[str, An
 
 def check(directory: Path, at_least: int) -> int:
     """The newest checkpoint is whole, unwarned, and not older than the last save that was acknowledged."""
-    found = CheckpointStore(directory).load_newest()
+    store = CheckpointStore(directory)
+    for path in store.list():
+        store.load(int(path.name.removeprefix("step-")))  # also those before: none half removed
+    found = store.load_newest()
     if found is None:
         assert at_least < 0, f"nothing left, and step {at_least} was saved"
         return -1
