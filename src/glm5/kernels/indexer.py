@@ -27,7 +27,7 @@ def index_scores(q_BTJI: Tensor, w_BTJ: Tensor, k_BSI: Tensor, visible: Visibili
     k_BIS = k_BSI[:, : visible.slots].float().transpose(1, 2)
     dots = torch.bmm(q_BTJI.float().reshape(batch, queries * heads, width), k_BIS).relu_()
     dots = dots.view(batch * queries, heads, -1)
-    scores = torch.bmm(w_BTJ.float().view(batch * queries, 1, heads), dots).view(batch, queries, -1)
+    scores = torch.bmm(w_BTJ.float().reshape(batch * queries, 1, heads), dots).view(batch, queries, -1)
     if queries == 1 and visible.offset is not None:  # plain decode sees every slot
         return scores
     return scores.masked_fill_(~visible.mask_BTS(), -torch.inf)
