@@ -1,0 +1,107 @@
+"""`glm5 COMMAND ...`: find the command, import it alone, and turn what goes wrong into one line and a status.
+
+Nothing heavy is imported here: `glm5 --help` must answer at once, and torch takes a second. Status 0 is success,
+2 a mistake that the user can mend, 130 an interrupt; a bug keeps its traceback and has status 1. Read next: the
+module of any command in `COMMANDS`.
+"""
+
+from __future__ import annotations
+
+import difflib
+import importlib
+import json
+import os
+import sys
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from glm5 import __version__
+from glm5.utils.errors import UserError
+
+
+class Command(NamedTuple):
+    """One subcommand: what it does in a line, and the module whose `main(argv) -> int` does it."""
+
+    help: str
+    module: str
+
+
+COMMANDS = {
+    "demo": Command("train a small GLM-5 on real code, make it sparse, measure it, talk to it", "glm5.cli.demo"),
+    "pretrain": Command("train a model with dense attention, from text", "glm5.cli.pretrain"),
+    "sparsify": Command("adapt a dense model to sparse attention", "glm5.cli.sparsify"),
+    "chat": Command("talk to a model in the terminal", "glm5.cli.chat"),
+    "ledger": Command("recompute every published figure from a configuration", "glm5.cli.ledger"),
+    "reproduce": Command("run the report's comparisons again at a chosen size", "glm5.cli.reproduce"),
+    "watch": Command("draw a run's curves in the terminal, while it runs or after", "glm5.cli.watch"),
+    "doctor": Command("show versions, devices, and which operator version runs and why", "glm5.cli.doctor"),
+}
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command.
+
+    Args:
+        argv: the arguments after the program's name; by default those of this process.
+
+    Returns:
+        the exit status (see the module's docstring).
+    """
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    as_json = "--json" in arguments
+    try:
+        return _run(arguments)
+    except UserError as e:
+        print(_describe(e, as_json), file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+        return 130
+    except BrokenPipeError:
+        # The reader of our output has gone (`| head`); keep the interpreter from failing again at its last flush.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 141
+    except SystemExit as e:
+        if isinstance(e.code, int) or e.code is None:
+            return e.code or 0
+        raise
+
+
+def _run(arguments: list[str]) -> int:
+    if not arguments or arguments[0] in ("-h", "--help", "help"):
+        print(_help())
+        return 0
+    name, *rest = arguments
+    if name in ("-V", "--version"):
+        print(f"glm5 {__version__}")
+        return 0
+    if name not in COMMANDS:
+        near = difflib.get_close_matches(name, COMMANDS, n=1)
+        mend = f"Did you mean `glm5 {near[0]}`?" if near else f"There are: {', '.join(COMMANDS)}."
+        raise UserError(f"no command {name!r}", mend)
+    status = importlib.import_module(COMMANDS[name].module).main(rest)
+    sys.stdout.flush()  # here, where a reader that has gone is still handled
+    return int(status or 0)
+
+
+def _help() -> str:
+    width = max(map(len, COMMANDS))
+    rows = "\n".join(f"  {name:<{width}}  {command.help}" for name, command in COMMANDS.items())
+    return (
+        "usage: glm5 COMMAND [options]\n\n"
+        "GLM-5, whole and readable: from a laptop's CPU to a GPU cluster.\n\n"
+        f"commands:\n{rows}\n\n"
+        "`glm5 COMMAND --help` lists a command's options. Every option of a run is a field of its configuration:\n"
+        "`--config FILE` reads a saved one, and `--optim.lr 1e-3` overrides a field by its dotted name.\n"
+        "Start with `glm5 demo`."
+    )
+
+
+def _describe(error: UserError, as_json: bool) -> str:
+    if as_json:
+        return json.dumps({"error": error.what, "mend": error.mend, "kind": type(error).__name__})
+    return f"error: {error.what}" + (f" / mend: {error.mend}" if error.mend else "")
+
+
+if __name__ == "__main__":
+    sys.exit(main())
