@@ -86,7 +86,7 @@ def pick(operator: str, *tensors: Tensor) -> Callable[..., Any] | None:
         for fast in OPERATORS[operator][1]:
             refusal = fast.refuses(*tensors)
             if refusal is None:
-                return getattr(importlib.import_module(fast.module), fast.function)  # type: ignore[no-any-return]
+                return getattr(importlib.import_module(fast.module), fast.function)
             reasons.append(refusal)
         why = "; ".join(reasons) or "no fast version yet"
     _tell_once(operator, why)
