@@ -49,6 +49,12 @@ def route(
     return expert_NM, weight_NM * scaling, score_NE
 
 
+def expert_loads(expert_BTM: Tensor, experts: int, valid_BT: Tensor | None = None) -> Tensor:
+    """Tokens per expert, int64 [E], exact however many there are; padding (valid False) does not count."""
+    chosen = expert_BTM if valid_BT is None else expert_BTM[valid_BT]
+    return torch.bincount(chosen.flatten(), minlength=experts)
+
+
 def grouped_swiglu(x_ND: Tensor, gate_up_EFD: Tensor, down_EDF: Tensor, expert_NM: Tensor, weight_NM: Tensor) -> Tensor:
     """Sum over each token's M experts of weight * down(silu(gate x) * up x).
 

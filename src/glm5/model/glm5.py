@@ -125,7 +125,8 @@ class GLM5(nn.Module):
             input_ids: int64 [B, T], the new tokens.
             attention_mask: [B, T], or [B, cached + T] of which the last T columns count: 1 for tokens, 0 for
                 padding, which may stand on the left or the right. Outputs at padding are finite and meaningless.
-            documents: [B, T], for packed training rows: the slot where each token's document begins.
+            documents: [B, T], for packed training rows: the slot where each token's document begins; past its own
+                slot for padding.
             cache: keys of earlier tokens; extended by this call.
             sparse: DSA's top-k selection; False is the dense model that it was adapted from.
             logits_to_keep: only the last so many positions' logits; 0 is all.
@@ -177,7 +178,7 @@ class GLM5(nn.Module):
     def mtp_hidden(
         self,
         hidden_BTD: Tensor,
-        input_ids: Tensor,
+        ids_BS: Tensor,
         depths: int,
         *,
         documents: Tensor | None = None,
@@ -185,27 +186,28 @@ class GLM5(nn.Module):
         trace: Trace | None = None,
         aux: Aux | None = None,
     ) -> Iterator[Tensor]:
-        """MTP in its training form: for d = 1 … depths, hidden states [B, T - d, D] that predict token i + d + 1.
+        """MTP in its training form: for d = 1 … depths, hidden states that predict token i + d + 1.
 
         Args:
-            hidden_BTD: the trunk's `hidden` of `input_ids` [B, T].
+            hidden_BTD: the trunk's `hidden` of ids_BS[:, :T].
+            ids_BS: the same tokens, and as many after them as the row has: depth d runs at the min(T, S - d)
+                positions that have a token d ahead.
             documents: as in `forward`; a position whose prediction would cross a document must get loss weight 0.
         """
-        batch, tokens = input_ids.shape
+        batch, tokens = hidden_BTD.shape[:2]
         visible = (
             Visibility.causal(batch, tokens, device=self.device)
             if documents is None
             else Visibility.documents(documents)
         )
-        position_BT = visible.last_BT - visible.first_BT
-        rope = self._rope(position_BT, hidden_BTD.dtype)
-        embedded = self.model.embed_tokens(input_ids)
+        rope = self._rope((visible.last_BT - visible.first_BT).clamp(min=0), hidden_BTD.dtype)
+        embedded = self.model.embed_tokens(ids_BS)
         for depth in range(1, depths + 1):
-            n = tokens - depth
+            n = min(tokens, ids_BS.shape[1] - depth)
             if n < 1:
                 return
             hidden_BTD = self.mtp.predict(
-                embedded[:, depth:],
+                embedded[:, depth : depth + n],
                 hidden_BTD[:, :n],
                 (rope[0][:, :n], rope[1][:, :n]),
                 visible.tile(0, n),
@@ -274,7 +276,8 @@ class GLM5(nn.Module):
             if cache is not None or attention_mask is not None:
                 raise UserError("documents: cannot be combined with a cache or an attention_mask", "pass one of them")
             visible = Visibility.documents(documents)
-            return Placement(visible, visible.last_BT - visible.first_BT, None, None, None)
+            position_BT = (visible.last_BT - visible.first_BT).clamp(min=0)
+            return Placement(visible, position_BT, None, None, None)
         if attention_mask is not None and bool((attention_mask[:, -tokens:] != 0).all()):
             attention_mask = None
         if attention_mask is None and (cache is None or cache.uniform is not None):

@@ -12,7 +12,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from glm5.kernels.moe import grouped_swiglu, route
+from glm5.kernels.balance import sequence_balance_loss
+from glm5.kernels.moe import expert_loads, grouped_swiglu, route
 from glm5.model.config import ModelConfig
 from glm5.model.layers import SwiGLU
 from glm5.model.trace import Aux, Trace
@@ -77,22 +78,12 @@ class MoE(nn.Module):
         if trace is not None:
             trace.router.append((logits, weight, expert))
         if aux is not None:
-            self._record(aux, expert, score, x_BTD.shape[0])
+            batch, tokens = x_BTD.shape[:2]
+            valid = None if aux.valid is None else aux.valid[:, :tokens]
+            expert_BTM, score_BTE = expert.view(batch, tokens, -1), score.view(batch, tokens, -1)
+            aux.loads.append(expert_loads(expert_BTM, score.shape[-1], valid))
+            if aux.balance:
+                aux.balance_losses.append(sequence_balance_loss(score_BTE, expert_BTM, valid))
         y = grouped_swiglu(x_ND, self.experts.gate_up_proj, self.experts.down_proj, expert, weight)
         y = y.view_as(x_BTD)
         return y if self.shared_experts is None else y + self.shared_experts(x_BTD)
-
-    @staticmethod
-    def _record(aux: Aux, expert_NM: Tensor, score_NE: Tensor, batch: int) -> None:
-        """Loads (int64, so that no count is rounded), and the sequence-wise balance loss summed over sequences:
-        sum_e f_e P_e with f_e = E / (M T) * count_e and P_e the mean normalised score (DeepSeek-V3)."""
-        experts, m = score_NE.shape[1], expert_NM.shape[1]
-        aux.loads.append(torch.bincount(expert_NM.flatten(), minlength=experts))
-        if not aux.balance:
-            return
-        tokens = score_NE.shape[0] // batch
-        row = torch.arange(batch, device=expert_NM.device).repeat_interleave(tokens * m) * experts
-        count_BE = torch.bincount(expert_NM.flatten() + row, minlength=batch * experts).view(batch, experts)
-        fraction = count_BE.float() * (experts / (m * tokens))
-        share = (score_NE / score_NE.sum(-1, keepdim=True)).view(batch, tokens, experts).mean(1)
-        aux.balance_losses.append((fraction * share).sum())

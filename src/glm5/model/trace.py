@@ -41,6 +41,7 @@ class Aux:
     Args:
         indexer: compute the indexer's loss (its gradient reaches the indexer only).
         balance: compute the sequence-wise balance loss of every MoE layer.
+        valid: bool [B, T], False for padding, which then counts neither in loads nor in balance.
 
     After a pass, in layer order: `indexer_losses`; `balance_losses`, each summed over sequences; `loads`, int64
     tokens per expert, for the router bias.
@@ -48,6 +49,7 @@ class Aux:
 
     indexer: bool = False
     balance: bool = False
+    valid: Tensor | None = None
     indexer_losses: list[IndexerLoss] = field(default_factory=list)
     balance_losses: list[Tensor] = field(default_factory=list)
     loads: list[Tensor] = field(default_factory=list)

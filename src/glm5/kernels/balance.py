@@ -1,0 +1,37 @@
+"""How evenly the router spreads tokens: the sequence-wise balance loss.
+
+Source: DeepSeek-V3, whose form GLM-4.5 and GLM-5 keep (weight 1e-4, beside the bias that balances without a loss; see
+`train.losses.router_bias_update`). Read next: `model.moe`.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+
+def sequence_balance_loss(scores_BTE: Tensor, experts_BTM: Tensor, valid_BT: Tensor | None = None) -> Tensor:
+    """sum_e f_e P_e of each sequence, summed over sequences; perfect balance gives 1 for each.
+
+    f_e = E / (M T) times how often the sequence's tokens chose expert e; P_e is the mean over its tokens of e's share
+    of the scores. The gradient flows through P alone. The caller multiplies by alpha (1e-4) and divides by the
+    global number of sequences.
+
+    Args:
+        scores_BTE: sigmoid scores of the router, without the selection bias.
+        experts_BTM: integer ids of the M chosen experts of each token.
+        valid_BT: bool, False for padding, which counts neither in f nor in P nor in T. A row of padding gives 0.
+    """
+    batch, _, experts = scores_BTE.shape
+    scores_BTE = scores_BTE.float()
+    share_BTE = scores_BTE / scores_BTE.sum(-1, keepdim=True)
+    experts_BX = experts_BTM.long().flatten(1)
+    once_BX = torch.ones_like(experts_BX)
+    tokens_B1 = torch.full_like(experts_BX[:, :1], experts_BTM.shape[1])
+    if valid_BT is not None:
+        share_BTE = share_BTE.masked_fill(~valid_BT[..., None], 0.0)
+        once_BX = valid_BT[..., None].expand_as(experts_BTM).flatten(1).long()
+        tokens_B1 = valid_BT.sum(-1, keepdim=True).clamp(min=1)
+    count_BE = experts_BX.new_zeros((batch, experts)).scatter_add_(1, experts_BX, once_BX)
+    frequency_BE = count_BE * experts / (experts_BTM.shape[-1] * tokens_B1)
+    return (frequency_BE * (share_BTE.sum(1) / tokens_B1)).sum()
