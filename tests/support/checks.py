@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 from unittest.mock import patch
 
@@ -238,3 +239,64 @@ def check_all(g: Golden) -> None:
     check_chunks(g, [k - 3, 5, k, 1, 1, 1])
     check_decode(g, k + 4)
     check_mtp(g)
+
+
+# --------------------------------------------------------------------------- bf16
+def visible_only(selected_BTK: Tensor, first_B: Tensor | None = None) -> Tensor:
+    """The reference's positions as ours: int32, ascending, invisible fillers replaced by -1 at the end."""
+    row = torch.arange(selected_BTK.shape[1])[:, None]
+    seen = selected_BTK <= row
+    if first_B is not None:
+        seen = seen & (selected_BTK >= first_B[:, None, None])
+    far = torch.iinfo(torch.int32).max
+    ordered = torch.where(seen, selected_BTK, far).sort(-1).values
+    return torch.where(ordered == far, -1, ordered).int()
+
+
+@dataclass(frozen=True)
+class Bf16Layer:
+    """What the reference computed in bf16 for one layer: its input, output, selection, and router if it has one."""
+
+    layer: int
+    hidden_in: Tensor
+    hidden_out: Tensor
+    selected: Tensor
+    router: tuple[Tensor, Tensor, Tensor] | None
+
+
+def check_bf16_layer(model: GLM5, exact: GLM5, given: Bf16Layer) -> None:
+    """One layer in bf16, from the reference's input and with its selected positions.
+
+    The golden tells its own tolerance: how far it lies from fp32 arithmetic on the same bf16 weights, input and
+    positions. Two bf16 computations that round independently differ by √2 of that (rms), which is the bound here; the
+    largest single difference may be twice the golden's. A router decision within bf16's noise may flip: those tokens
+    are left out, and must be under 1 in 100. Selected positions, likewise, must be the same for 99.9 in 100.
+    """
+    replay = visible_only(given.selected)
+    ours, truth, free = Trace(replay=[replay]), Trace(replay=[replay]), Trace()
+    out = run_block(model, given.layer, given.hidden_in, ours)
+    right = run_block(exact, given.layer, given.hidden_in.float(), truth)
+    assert out.dtype == torch.bfloat16
+    agree = torch.ones(given.hidden_in.shape[:2], dtype=torch.bool)
+    if given.router is not None:
+        logits, _, experts = given.router
+        for trace in (ours, truth):
+            same = (trace.router[0][2].sort(-1).values == experts.sort(-1).values).all(-1)
+            assert same.float().mean() > 0.99
+            agree &= same.view_as(agree)
+        noise = rms(truth.router[0][0] - logits)
+        assert rms(ours.router[0][0] - logits) <= 2**0.5 * noise
+        assert ours.router[0][0].dtype == ours.router[0][1].dtype == torch.float32
+    golden = given.hidden_out.float()
+    noise, mine = (golden - right)[agree], (golden - out.float())[agree]
+    assert rms(mine) <= 2**0.5 * rms(noise)
+    assert mine.abs().max() <= 2 * noise.abs().max()
+
+    run_block(model, given.layer, given.hidden_in, free)
+    chosen, theirs = free.selected[0].unsqueeze(-1), replay.unsqueeze(-2)
+    common = ((chosen == theirs) & (theirs >= 0)).any(-1).sum() / (replay >= 0).sum()
+    assert common > 0.999
+
+
+def rms(x: Tensor) -> float:
+    return x.float().pow(2).mean().sqrt().item()
