@@ -10,10 +10,12 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, replace
+from math import isfinite
 from pathlib import Path
 from typing import Any, Literal
 
 from glm5.utils.errors import ConfigError
+from glm5.utils.files import file_errors, write_json
 
 # Public fields that are kept on a round trip but that only one value of is implemented. `None` also passes.
 _FIXED: dict[str, tuple[Any, str]] = {
@@ -37,6 +39,8 @@ _ALIASES = {
     "num_local_experts": "n_routed_experts",
     "torch_dtype": "dtype",
 }
+# Fields that a config.json may leave null.
+_OPTIONAL = {"pad_token_id", "eos_token_id", "mlp_layer_types", "head_dim", "num_key_value_heads"}
 
 
 @dataclass(frozen=True)
@@ -143,9 +147,10 @@ class ModelConfig:
             self._check(name, lambda v: _is_int(v) and v > 0, "must be a positive integer")
         for name in ("first_k_dense_replace", "num_nextn_predict_layers", "n_shared_experts"):
             self._check(name, lambda v: _is_int(v) and v >= 0, "must be an integer of at least 0")
-        for name in ("rms_norm_eps", "latent_norm_eps", "rope_theta", "routed_scaling_factor"):
+        for name in "rms_norm_eps latent_norm_eps rope_theta routed_scaling_factor initializer_range".split():
             self._check(name, lambda v: _is_number(v) and v > 0, "must be a positive number")
-        self._check("initializer_range", lambda v: _is_number(v) and v > 0, "must be a positive number")
+        for name in ("attention_bias", "tie_word_embeddings", "norm_topk_prob"):
+            self._check(name, lambda v: isinstance(v, bool), "must be true or false")
         self._check("num_nextn_predict_layers", lambda v: v <= 1, "GLM-5 stores at most one, shared MTP block")
         self._check("attention", lambda v: v in ("mla", "gqa"), "must be 'mla' or 'gqa'")
         self._check("qk_rope_head_dim", lambda v: v % 2 == 0, "must be even: RoPE rotates pairs")
@@ -162,6 +167,8 @@ class ModelConfig:
             self._check("num_key_value_heads", lambda v: v == heads, f"MLA has one per head: {heads}")
         else:
             self._check("head_dim", lambda v: v % 2 == 0, "must be even: RoPE rotates pairs")
+            rotary = self.qk_rope_head_dim
+            self._check("head_dim", lambda v: v >= rotary, f"must be at least qk_rope_head_dim={rotary}")
         experts = self.n_routed_experts
         self._check("num_experts_per_tok", lambda v: v <= experts, f"must be at most n_routed_experts={experts}")
         self._check("n_group", lambda v: experts % v == 0, f"must divide n_routed_experts={experts}")
@@ -172,11 +179,15 @@ class ModelConfig:
             fits = self.topk_group * per_group >= self.num_experts_per_tok
             self._check("topk_group", lambda v: fits, "the kept groups hold fewer experts than num_experts_per_tok")
         if self.mlp_layer_types is not None:
+            self._check("mlp_layer_types", lambda v: isinstance(v, list | tuple), "must be a list")
             object.__setattr__(self, "mlp_layer_types", tuple(self.mlp_layer_types))
             n = self.num_hidden_layers
             self._check("mlp_layer_types", lambda v: len(v) == n, f"must list num_hidden_layers={n} entries")
-            self._check("mlp_layer_types", lambda v: set(v) <= {"dense", "sparse"}, "entries are 'dense' or 'sparse'")
+            kinds_ok = all(kind in ("dense", "sparse") for kind in self.mlp_layer_types)
+            self._check("mlp_layer_types", lambda v: kinds_ok, "entries are 'dense' or 'sparse'")
         given: Any = self.eos_token_id
+        eos_ok = given is None or _is_int(given) or isinstance(given, list | tuple)
+        self._check("eos_token_id", lambda v: eos_ok, "must be one id, or a list of ids")
         eos: tuple[int, ...] = (given,) if _is_int(given) else tuple(given or ())
         object.__setattr__(self, "eos_token_id", eos)
         ids_ok = all(_is_int(i) and 0 <= i < self.vocab_size for i in eos)
@@ -186,7 +197,8 @@ class ModelConfig:
             lambda v: v is None or (_is_int(v) and 0 <= v < self.vocab_size),
             f"must be null or lie in [0, vocab_size={self.vocab_size})",
         )
-        self._check("dtype", lambda v: v in ("float32", "bfloat16", "float16"), "must be float32, bfloat16 or float16")
+        dtypes = ("float32", "bfloat16", "float16")
+        self._check("dtype", lambda v: v in dtypes, "must be float32, bfloat16 or float16")
 
     def _check(self, name: str, rule: Any, text: str) -> None:
         value = getattr(self, name)
@@ -214,25 +226,20 @@ class ModelConfig:
                 extra[key] = value
             if key in _FIXED and value is not None and value != _FIXED[key][0]:
                 raise ConfigError(key, value, f"must be {_FIXED[key][0]!r}: {_FIXED[key][1]}")
-        indexer_types = public.get("indexer_types")
-        if indexer_types is not None and set(indexer_types) != {"full"}:
-            raise ConfigError("indexer_types", indexer_types, "every GLM-5 layer owns its indexer ('full')")
-        if public.get("qk_head_dim") not in (
-            None,
-            values.get("qk_nope_head_dim", 192) + values.get("qk_rope_head_dim", 64),
-        ):
-            raise ConfigError("qk_head_dim", public["qk_head_dim"], "must equal qk_nope_head_dim + qk_rope_head_dim")
+        _reject_shared_indexers(public)
+        for name, value in values.items():
+            if value is None and name not in _OPTIONAL:
+                raise ConfigError(name, None, "is null; give it a value, or leave it out for GLM-5's own")
+        values = {k: v for k, v in values.items() if v is not None or k == "pad_token_id"}
         values["rope_theta"] = _read_rope_theta(public)
-        if values.get("eos_token_id") is None:
-            values["eos_token_id"] = ()
-        elif isinstance(values["eos_token_id"], list):
-            values["eos_token_id"] = tuple(values["eos_token_id"])
-        if values.get("mlp_layer_types") is not None:
-            values["mlp_layer_types"] = tuple(values["mlp_layer_types"])
+        values.setdefault("eos_token_id", ())
         if isinstance(values.get("dtype"), str):
             values["dtype"] = values["dtype"].removeprefix("torch.")
-        values = {k: v for k, v in values.items() if v is not None or k in ("pad_token_id", "mlp_layer_types")}
-        return cls(**values, extra=extra)
+        config = cls(**values, extra=extra)
+        if public.get("qk_head_dim") not in (None, config.qk_head_dim):
+            rule = f"must equal qk_nope_head_dim + qk_rope_head_dim = {config.qk_head_dim}"
+            raise ConfigError("qk_head_dim", public["qk_head_dim"], rule)
+        return config
 
     def to_dict(self) -> dict[str, Any]:
         """The public layout, which transformers reads; unknown fields of the source come back unchanged."""
@@ -269,13 +276,15 @@ class ModelConfig:
 
         Raises:
             ConfigError: the file is missing or is not JSON, or a field is wrong.
+            FileError: the file cannot be read.
         """
         path = Path(path)
         path = path / "config.json" if path.is_dir() else path
+        if not path.exists():
+            raise ConfigError("config.json", str(path), "no such file: give a checkpoint's directory")
         try:
-            public = json.loads(path.read_text(encoding="utf-8"))
-        except FileNotFoundError:
-            raise ConfigError("config.json", str(path), "no such file: give a checkpoint's directory") from None
+            with file_errors(path, "read"):
+                public = json.loads(path.read_text(encoding="utf-8"))
         except (json.JSONDecodeError, UnicodeDecodeError) as e:
             raise ConfigError("config.json", str(path), f"is not valid JSON ({e})") from None
         if not isinstance(public, dict):
@@ -283,16 +292,22 @@ class ModelConfig:
         return cls.from_dict(public)
 
     def save(self, path: str | Path) -> Path:
-        """Write `config.json` into the directory `path` (or to the file, if it ends in .json)."""
+        """Write `config.json` into the directory `path` (or to the file, if it ends in .json), atomically.
+
+        Raises:
+            FileError: the file cannot be written.
+        """
         path = Path(path)
         path = path if path.suffix == ".json" else path / "config.json"
-        path.write_text(json.dumps(self.to_dict(), indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+        write_json(path, self.to_dict())
         return path
 
 
 def _read_rope_theta(public: Mapping[str, Any]) -> float:
     """RoPE's base from `rope_parameters`, or from the older `rope_theta` and `rope_scaling`."""
     nested = public.get("rope_parameters") or public.get("rope_scaling") or {}
+    if not isinstance(nested, Mapping):
+        raise ConfigError("rope_parameters", nested, "must be an object with rope_theta and rope_type")
     kind = nested.get("rope_type", nested.get("type", "default"))
     if kind != "default":
         raise ConfigError("rope_parameters.rope_type", kind, "GLM-5 uses plain RoPE ('default')")
@@ -304,7 +319,17 @@ def _read_rope_theta(public: Mapping[str, Any]) -> float:
         raise ConfigError(
             "rope_parameters.rope_theta", None, "is missing; GLM-5 uses 1000000 and libraries guess 10000"
         )
-    return float(theta)
+    return float(theta) if _is_number(theta) else theta
+
+
+def _reject_shared_indexers(public: Mapping[str, Any]) -> None:
+    """Later models let layers reuse the indices of an earlier one; in GLM-5 every layer has its own indexer."""
+    for key, own in (("indexer_types", "full"), ("index_topk_pattern", "F")):
+        given = public.get(key)
+        if given is None:
+            continue
+        if not isinstance(given, list | tuple | str) or any(kind != own for kind in given):
+            raise ConfigError(key, given, f"every GLM-5 layer owns its indexer ({own!r} for each)")
 
 
 def _is_int(value: Any) -> bool:
@@ -312,4 +337,4 @@ def _is_int(value: Any) -> bool:
 
 
 def _is_number(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and value == value
+    return isinstance(value, int | float) and not isinstance(value, bool) and isfinite(value)

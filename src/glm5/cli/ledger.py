@@ -1,0 +1,388 @@
+"""`glm5 ledger`: print the ledger of a configuration, or plan whether a layout fits on a device.
+
+A table on a terminal, aligned plain lines when piped, JSON on request. No torch. Read next: `glm5.ledger.table`
+and `glm5.ledger.plan`, which do the reckoning.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from dataclasses import dataclass, fields
+from itertools import groupby
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import tyro
+from rich.box import SIMPLE_HEAD
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from glm5.ledger.claims import Row
+from glm5.ledger.devices import device
+from glm5.ledger.memory import Layout
+from glm5.ledger.plan import Plan, StagePlan, Work, plan
+from glm5.ledger.published import MEASURED, WORDS
+from glm5.ledger.table import as_json, is_published, ledger, tally
+from glm5.model.config import ModelConfig
+from glm5.model.presets import PRESETS, VARIANTS
+from glm5.utils.errors import ConfigError, UserError
+
+
+def _opt(metavar: str) -> Any:
+    """How `--help` prints an option whose default its own text explains."""
+    return tyro.conf.arg(metavar=metavar, help_behavior_hint="")
+
+
+@dataclass(frozen=True)
+class LedgerOptions:
+    """Recompute every published figure of GLM-5 from its configuration, or (with --fit) plan memory for a layout.
+
+    The exit status is 0, or 1 if a plan does not fit.
+    """
+
+    config: str = "glm5"
+    """Preset (glm5, mini, nano), or the path of a config.json or of the directory that holds one."""
+    variant: Annotated[Literal["gqa-8", "mla-192", "mla-256"] | None, _opt("gqa-8 | mla-192 | mla-256")] = None
+    """Exchange the attention for one of the variants of the report's Table 1."""
+    context: Annotated[int | None, _opt("N")] = None
+    """Tokens of a sequence. Default: all positions of the configuration."""
+    json: bool = False
+    """Print JSON."""
+    only: Annotated[Literal["exact", "consistent", "conflict", "not computable"] | None, _opt("VERDICT")] = None
+    """Show only the rows with this verdict: exact, consistent, conflict or "not computable"."""
+
+    fit: Annotated[str | None, _opt("DEVICE")] = None
+    """Plan for this device: h100, h200, b200, a100-80, l40s, rtx4090, ascend-910c, or cpu:NN (GB)."""
+    tp: int = 1
+    """Tensor parallel ranks."""
+    ep: int = 1
+    """Expert parallel ranks, over the tp x cp x dp ranks of a pipeline stage."""
+    pp: int = 1
+    """Pipeline stages."""
+    cp: int = 1
+    """Context parallel ranks."""
+    dp: int = 1
+    """Data parallel ranks."""
+    batch: int = 1
+    """Sequences in flight over all data parallel ranks, or per training step."""
+    dtype: Annotated[Literal["fp32", "bf16", "fp8", "w4a8"] | None, _opt("fp32 | bf16 | fp8 | w4a8")] = None
+    """Precision of the weights. Default: the configuration's."""
+    cache_dtype: Annotated[Literal["fp32", "bf16", "fp8"] | None, _opt("fp32 | bf16 | fp8")] = None
+    """Precision of the cache. Default: fp32 with fp32 weights, else bf16."""
+    training: bool = False
+    """Plan a training step in place of serving."""
+    no_mtp: bool = False
+    """Leave out the MTP block and its cache."""
+    chunk: int = 8192
+    """Most tokens in one forward pass of serving."""
+    utilization: float = 0.9
+    """Share of the device that the plan may fill."""
+
+
+_PLANNING = "tp ep pp cp dp batch dtype cache_dtype training no_mtp chunk utilization".split()
+
+
+def main(argv: list[str]) -> int:
+    """Parse `argv` (without the command's name) and run. Returns the exit status."""
+    options = tyro.cli(LedgerOptions, args=argv, prog="glm5 ledger", config=(tyro.conf.FlagCreatePairsOff,))
+    return run(options)
+
+
+def run(options: LedgerOptions) -> int:
+    """Print what `options` ask for. Returns 0, or 1 if a plan does not fit.
+
+    Raises:
+        UserError: an option, the configuration or the layout cannot be used; the message says how to mend it.
+    """
+    config = _config(options)
+    most = config.max_position_embeddings
+    if options.context is not None and not 1 <= options.context <= most:
+        raise UserError(
+            f"context={options.context} is outside this model's positions", f"Give --context from 1 to {most}."
+        )
+    if options.fit is None:
+        _reject_planning_options(options)
+        return _show_ledger(config, options)
+    if options.only is not None:
+        raise UserError("--only picks rows of the ledger, which --fit does not print", "Leave one of them out.")
+    return _show_plan(config, options)
+
+
+def _config(options: LedgerOptions) -> ModelConfig:
+    if options.config in PRESETS:
+        config = PRESETS[options.config]()
+    elif Path(options.config).exists():
+        config = ModelConfig.load(options.config)
+    else:
+        rule = f"is neither a preset ({', '.join(PRESETS)}) nor an existing file or directory"
+        raise ConfigError("config", options.config, rule)
+    return VARIANTS[options.variant](config) if options.variant else config
+
+
+def _reject_planning_options(options: LedgerOptions) -> None:
+    defaults = {f.name: f.default for f in fields(options)}
+    given = [f"--{n.replace('_', '-')}" for n in _PLANNING if getattr(options, n) != defaults[n]]
+    if given:
+        raise UserError(f"{', '.join(given)} belong to a plan, which needs a device", "Add --fit DEVICE.")
+
+
+# --------------------------------------------------------------------------- the ledger
+_STYLES: dict[str, str] = {
+    "exact": "green",
+    "consistent": "cyan",
+    "conflict": "bold red",
+    "not computable": "yellow",
+}
+
+
+@dataclass(frozen=True)
+class Block:
+    """A table: its title, column names, which of them align right, and rows; a plain string is a section's name."""
+
+    title: str
+    columns: tuple[str, ...]
+    right: tuple[str, ...]
+    rows: list[tuple[str, ...] | str]
+
+
+def _show_ledger(config: ModelConfig, options: LedgerOptions) -> int:
+    context = config.max_position_embeddings if options.context is None else options.context
+    rows = [r for r in ledger(config, context) if options.only in (None, r.verdict)]
+    if options.json:
+        out = {
+            "config": config.to_dict(),
+            "published": is_published(config),
+            "context": context,
+            "verdicts": tally(rows),
+            "rows": [as_json(r) for r in rows],
+        }
+        print(json.dumps(out, ensure_ascii=False, indent=2))
+        return 0
+    name = options.config + (f" with {options.variant}" if options.variant else "")
+    whose = "the published GLM-5" if is_published(config) else "not the published GLM-5, so figures without claims"
+    _print_blocks(_blocks(rows, f"Ledger of {name} ({whose}), {context:,} tokens"))
+    conflicts = [r for r in rows if r.verdict == "conflict" and not r.in_words]
+    notes = [f"{r.label}: {r.claim} ({r.source}), but {r.ours} by the formula; {r.why}." for r in conflicts]
+    lines = [f"{i:3}. {text}" for i, text in enumerate(notes, 1)]
+    _print_lines([*(["Why they conflict", *lines, ""] if lines else []), _summary(rows)])
+    return 0
+
+
+def _blocks(rows: list[Row], title: str) -> list[Block]:
+    """The computed figures, the disagreements in words, and what cannot be computed."""
+    computed: list[tuple[str, ...] | str] = []
+    for section, members in groupby((r for r in rows if r.value is not None), key=lambda r: r.section):
+        computed.append(section)
+        seen = ""
+        for r in members:
+            # A further claim on the same figure leaves out what the row above already says.
+            label, formula = ("", "") if r.key == seen else (r.label, r.formula)
+            seen = r.key
+            computed.append((label, r.ours, r.claim, r.source, r.verdict or "", formula))
+    words: list[tuple[str, ...] | str] = [
+        (r.label, r.ours, r.claim, r.source, r.verdict or "", r.why) for r in rows if r.in_words
+    ]
+    measured: list[tuple[str, ...] | str] = [
+        (r.label, r.claim, r.source, r.verdict or "", r.why) for r in rows if r.verdict == "not computable"
+    ]
+    blocks = [
+        Block(title, ("figure", "ours", "claimed", "source", "verdict", "formula"), ("ours", "claimed"), computed),
+        Block(WORDS, ("matter", "we follow", "other reading", "source", "verdict", "why"), (), words),
+        Block(MEASURED, ("figure", "claimed", "source", "verdict", "needs"), (), measured),
+    ]
+    return [b for b in blocks if b.rows]
+
+
+def _summary(rows: list[Row]) -> str:
+    counts = tally(rows)
+    free = sum(r.verdict is None for r in rows)
+    if not any(counts.values()):
+        return f"{free} figures."
+    listed = ", ".join(f"{n} {verdict}" for verdict, n in counts.items() if n)
+    ending = f"; {free} figures without a claim." if free else "."
+    return f"{sum(counts.values())} claims: {listed}{ending}"
+
+
+# --------------------------------------------------------------------------- printing
+def _print_blocks(blocks: list[Block]) -> None:
+    if not sys.stdout.isatty():
+        for block in blocks:
+            _print_plain(block)
+        return
+    console = Console(highlight=False)
+    for whole in blocks:
+        block = whole if _width(whole) <= console.width else _stacked(whole)
+        table = Table(box=SIMPLE_HEAD, title=block.title, title_style="bold", title_justify="left", pad_edge=False)
+        for name in block.columns:
+            right = name in block.right
+            quiet = name in ("source", "formula", "why", "needs")
+            table.add_column(
+                name,
+                justify="right" if right else "left",
+                no_wrap=right or name in ("verdict", "size"),
+                overflow="fold",
+                style="dim" if quiet else "",
+            )
+        for row in block.rows:
+            if isinstance(row, str):
+                table.add_section()
+                table.add_row(Text(row, style="bold"))
+            else:
+                table.add_row(*map(_styled, row))
+        console.print(table)
+
+
+def _widths(block: Block) -> list[int]:
+    rows = [block.columns, *(r for r in block.rows if not isinstance(r, str))]
+    return [max(len(row[i]) for row in rows) for i in range(len(block.columns))]
+
+
+def _width(block: Block) -> int:
+    """Columns of a terminal that the block needs, its last column wrapped to 40."""
+    *widths, last = _widths(block)
+    return sum(widths) + min(last, 40) + 3 * len(block.columns)
+
+
+def _styled(cell: str) -> Text:
+    """A verdict in its colour; what `_stacked` put below a label dimmed."""
+    first, _, rest = cell.partition("\n")
+    text = Text(first, style=_STYLES.get(first, ""))
+    return text.append(f"\n{rest}", style="dim") if rest else text
+
+
+def _stacked(block: Block) -> Block:
+    """The same for a narrow terminal: the last column (and the source) below the first, to save their width."""
+    last = len(block.columns) - 1
+    below = [i for i, name in enumerate(block.columns) if i == last or name == "source"]
+    kept = [i for i in range(last) if i not in below]
+
+    def stack(row: tuple[str, ...]) -> tuple[str, ...]:
+        label = "\n".join(filter(None, [row[0], *(row[i] for i in reversed(below))]))
+        return (label if row[0] else f" \n{label}", *(row[i] for i in kept[1:]))
+
+    rows = [row if isinstance(row, str) else stack(row) for row in block.rows]
+    return Block(block.title, tuple(block.columns[i] for i in kept), block.right, rows)
+
+
+def _print_plain(block: Block) -> None:
+    widths = _widths(block)
+
+    def aligned(cells: tuple[str, ...]) -> str:
+        named = zip(cells, block.columns, widths, strict=True)
+        return "  ".join(c.rjust(w) if name in block.right else c.ljust(w) for c, name, w in named).rstrip()
+
+    print(f"{block.title}\n\n{aligned(block.columns)}")
+    for row in block.rows:
+        print(f"\n{row}" if isinstance(row, str) else aligned(row))
+    print()
+
+
+def _print_lines(lines: list[str], style: str = "") -> None:
+    """Lines after a table; `style` is for the last of them."""
+    if not sys.stdout.isatty():
+        print("\n".join(lines))
+        return
+    console = Console(highlight=False)
+    for i, line in enumerate(lines):
+        console.print(Text(line, style=style if i == len(lines) - 1 else ""))
+
+
+# --------------------------------------------------------------------------- the plan
+def _show_plan(config: ModelConfig, options: LedgerOptions) -> int:
+    if options.no_mtp:
+        config = config.replace(num_nextn_predict_layers=0)
+    precision = options.dtype or ("fp32" if config.dtype == "float32" else "bf16")
+    work = Work(
+        batch=options.batch,
+        context=config.max_position_embeddings if options.context is None else options.context,
+        precision=precision,
+        cache=options.cache_dtype or ("fp32" if precision == "fp32" else "bf16"),
+        training=options.training,
+        chunk=options.chunk,
+    )
+    layout = Layout(options.tp, options.ep, options.pp, options.cp, options.dp)
+    assert options.fit is not None
+    found = plan(config, layout, work, device(options.fit), options.utilization)
+    if options.json:
+        print(json.dumps(_plan_json(found, options), ensure_ascii=False, indent=2))
+    else:
+        _print_plan(found, options)
+    return 0 if found.fits else 1
+
+
+def _plan_json(found: Plan, options: LedgerOptions) -> dict[str, Any]:
+    floor = found.decode_floor
+    return {
+        "config": options.config,
+        "device": found.device.name,
+        "devices": found.layout.devices,
+        "device_bytes": found.device.memory,
+        "usable_bytes": found.usable,
+        "fits": found.fits,
+        "heaviest_stage": found.worst.stage.index,
+        "total_bytes": found.worst.total,
+        "largest_batch": found.largest_batch,
+        "largest_context": found.largest_context,
+        "decode_floor_seconds": None if floor is None else {"compute": floor.compute_s, "memory": floor.memory_s},
+        "stages": [
+            {
+                "stage": s.stage.index,
+                "layers": list(s.stage.layers),
+                "total_bytes": s.total,
+                "lines": [{"label": x.label, "kind": x.kind, "bytes": x.bytes, "formula": x.formula} for x in s.lines],
+            }
+            for s in found.stages
+        ],
+    }
+
+
+def _print_plan(found: Plan, options: LedgerOptions) -> None:
+    """The heaviest stage, line by line, then the verdict and what would fit."""
+    layout, work, worst = found.layout, found.work, found.worst
+    kind = "training" if work.training else "serving"
+    cut = " ".join(f"{n}={getattr(layout, n)}" for n in ("tp", "ep", "pp", "cp", "dp"))
+    cache = "" if work.training else f", {work.cache} cache"
+    devices = f"{layout.devices} × {found.device.name}"
+    title = (
+        f"{kind} {options.config} on {devices} ({cut}): batch {work.batch:,} × {work.context:,} tokens, "
+        f"{work.precision} weights{cache}"
+    )
+    rows: list[tuple[str, ...] | str] = [(x.label, _gb(x.bytes), x.formula) for x in worst.lines]
+    rows.append(("together", _gb(worst.total), _where(found, worst)))
+    rows.append(("may be filled", _gb(found.usable), f"{options.utilization:.0%} of {_gb(found.device.memory)}"))
+    _print_blocks([Block(title, ("each device holds", "size", "formula"), ("size",), rows)])
+    *more, verdict = _plan_ending(found)
+    _print_lines([*more, verdict], style="bold green" if found.fits else "bold red")
+
+
+def _where(found: Plan, worst: StagePlan) -> str:
+    if found.layout.pp == 1:
+        return "every device"
+    return f"stage {worst.stage.index}, the heaviest of {found.layout.pp}"
+
+
+def _plan_ending(found: Plan) -> list[str]:
+    spare = found.usable - found.worst.total
+    verdict = f"Fits, {_gb(spare)} to spare" if found.fits else f"Does not fit: {_gb(-spare)} too much"
+    out = []
+    if found.largest_batch is not None:
+        out.append(f"Largest batch at this context: {found.largest_batch:,}.")
+    out.append(f"Longest context at this batch: {found.largest_context or 0:,}.")
+    floor = found.decode_floor
+    if floor is not None and found.fits:
+        rate = found.work.batch / floor.seconds
+        out.append(
+            f"A decoding step takes at least {1e3 * floor.seconds:.2f} ms ({floor.bound}-bound), at most {rate:,.0f} "
+            "tokens/s: a floor from data-sheet rates with free communication, not a forecast."
+        )
+    return [*out, f"{verdict} on each device."]
+
+
+def _gb(size: int) -> str:
+    """Decimal, as devices are sold."""
+    for unit, scale in (("GB", 10**9), ("MB", 10**6)):
+        if size >= scale:
+            return f"{size / scale:,.2f} {unit}"
+    return f"{size / 1000:,.1f} kB"
