@@ -92,7 +92,8 @@ def language_model_loss(
     however many depths share it.
 
     Args:
-        hidden: [B, T_d, D] for d = 0 (the trunk) ... D, after their final norms; any T_d, aligned at position 0.
+        hidden: [B_d, T_d, D] for d = 0 (the trunk) ... D, after their final norms; any T_d, aligned at position 0, of
+            the first B_d rows.
         head_VD: the shared head.
         ids_BS, documents_BS: as in `mtp_targets`.
         token_weights_BS: weight of each token of the row as a target (a loss mask); None is 1 for all.
@@ -102,10 +103,11 @@ def language_model_loss(
     depths = len(hidden) - 1
     targets, weights, factors = [], [], []
     for depth, hidden_BTD in enumerate(hidden):
-        queries = hidden_BTD.shape[1]
-        targets_BT, weights_BT = mtp_targets(ids_BS, documents_BS, depth, queries)
+        rows, queries = hidden_BTD.shape[:2]
+        documents = None if documents_BS is None else documents_BS[:rows]
+        targets_BT, weights_BT = mtp_targets(ids_BS[:rows], documents, depth, queries)
         if token_weights_BS is not None:
-            shifted = F.pad(token_weights_BS.float(), (0, max(0, queries + depth + 1 - ids_BS.shape[1])))
+            shifted = F.pad(token_weights_BS[:rows].float(), (0, max(0, queries + depth + 1 - ids_BS.shape[1])))
             weights_BT = weights_BT * shifted[:, depth + 1 : depth + 1 + queries]
         targets.append(targets_BT.reshape(-1))
         weights.append(weights_BT.reshape(-1))

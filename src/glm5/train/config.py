@@ -1,0 +1,112 @@
+"""What a training run is told: one frozen dataclass for every stage. Read next: `loop`.
+
+Stages (report sections 2.1.1, 2.3): "pretrain" trains everything with dense attention; "warmup" trains only the
+indexers, on the KL to the dense attention; "sparse" trains everything with the indexer's selection, the indexers from
+the KL on the selected set.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Literal
+
+from glm5.train.schedule import BatchWarmup, Constant, LinearDecay, Schedule, WarmupCosine
+from glm5.utils.errors import ConfigError
+
+Stage = Literal["pretrain", "warmup", "sparse"]
+Shape = Literal["cosine", "linear", "constant"]
+
+
+@dataclass(frozen=True)
+class LearningRate:
+    """Learning rate by step. The report: 0 → 2e-4 → 4e-5 by cosine; 5e-3 → 2e-4 in warm-up; 1e-5 in adaptation."""
+
+    peak: float = 2e-4
+    """Highest value (constant: the value)."""
+    final: float = 4e-5
+    """Value at the last step."""
+    warmup_steps: int = 0
+    """Steps of linear warm-up from 0 (cosine only)."""
+    shape: Shape = "cosine"
+    """Course after the warm-up."""
+
+    def schedule(self, steps: int) -> Schedule:
+        """The schedule over `steps` updates."""
+        if self.shape == "cosine":
+            return WarmupCosine(self.peak, self.final, steps, min(self.warmup_steps, steps))
+        if self.shape == "linear":
+            return LinearDecay(self.peak, self.final, steps)
+        return Constant(self.peak)
+
+
+@dataclass(frozen=True)
+class TrainConfig:
+    """One stage of training. Sequence counts are rows of the dataset; weights are factors of the loss terms."""
+
+    stage: Stage = "pretrain"
+    """What trains, and with which attention."""
+    steps: int = 1000
+    """Updates in all."""
+    batch: BatchWarmup = field(default_factory=lambda: BatchWarmup(8, 8, 0))
+    """Rows in a step, and their warm-up."""
+    micro_batch: int = 8
+    """Rows that go through the model at once; a step accumulates the gradients of its micro-batches."""
+    lr: LearningRate = field(default_factory=LearningRate)
+    """Learning rate, of Muon and AdamW alike."""
+    weight_decay: float = 0.1
+    """Decoupled weight decay of matrices and embeddings."""
+    momentum: float = 0.95
+    """Muon's momentum."""
+    split_heads: bool = True
+    """Muon Split: orthogonalise W_UQ, W_UK and W_UV head by head. False is plain Muon."""
+    clip: float = 1.0
+    """Largest global gradient norm."""
+    mtp_depths: int = 3
+    """Depths at which the shared MTP block trains; 0 trains none."""
+    mtp_weight: float = 0.3
+    """Weight of the MTP losses together (GLM-4.5: 0.3, then 0.1)."""
+    mtp_share: float = 1.0
+    """Share of each micro-batch's rows on which MTP trains: 1 as in the report, less to save time on a CPU."""
+    balance_weight: float = 1e-4
+    """Weight of the sequence-wise balance loss."""
+    bias_rate: float = 1e-3
+    """Step of the router's selection bias; 0 freezes it."""
+    indexer_weight: float = 1.0
+    """Weight of the indexers' KL, which reaches nothing else."""
+    precision: Literal["auto", "fp32", "bf16"] = "auto"
+    """Of weights and activations; bf16 keeps fp32 master weights. auto: bf16 on a GPU, fp32 on a CPU."""
+    seed: int = 0
+    """Of the data order (initial weights have their own)."""
+    log_every: int = 1
+    """Steps between lines of the metrics."""
+    measure_every: int = 50
+    """Steps between measurements of attention-logit maxima and indexer recall (a dense stage needs a pass for it)."""
+    save_every: int = 200
+    """Steps between checkpoints; one is also written at the end."""
+    keep: int = 2
+    """Checkpoints kept."""
+
+    def __post_init__(self) -> None:
+        for name in ("steps", "micro_batch", "log_every", "measure_every", "save_every", "keep"):
+            if getattr(self, name) < 1:
+                raise ConfigError(name, getattr(self, name), "must be at least 1")
+        if self.mtp_depths < 0:
+            raise ConfigError("mtp_depths", self.mtp_depths, "must be at least 0")
+        if not 0 < self.mtp_share <= 1:
+            raise ConfigError("mtp_share", self.mtp_share, "must lie in (0, 1]")
+        for name in ("mtp_weight", "balance_weight", "bias_rate", "indexer_weight", "weight_decay", "clip"):
+            if getattr(self, name) < 0:
+                raise ConfigError(name, getattr(self, name), "must not be negative")
+
+    @property
+    def sparse(self) -> bool:
+        """Whether attention is restricted to the indexer's selection."""
+        return self.stage == "sparse"
+
+    @property
+    def trains_indexer(self) -> bool:
+        return self.stage in ("warmup", "sparse")
+
+    @property
+    def trains_model(self) -> bool:
+        return self.stage in ("pretrain", "sparse")
