@@ -7,6 +7,8 @@ batches need no holes. Source: report section 2.1; `config` for the widths. Read
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 from torch import Tensor
 
@@ -21,12 +23,39 @@ def cache_widths(config: ModelConfig) -> tuple[int, ...]:
     return (group, group)
 
 
+@dataclass(frozen=True)
+class DraftPlace:
+    """How far the MTP layer of a one-sequence cache has followed the trunk; `speculate` keeps it.
+
+    Its slots [first, filled) are written. `hidden_1ND`: the trunk's hidden states of the N slots from `filled` on,
+    which it has still to read; `ids`: the tokens after each of those slots but the last, so N - 1 of them.
+    """
+
+    first: int
+    filled: int
+    hidden_1ND: Tensor
+    ids: tuple[int, ...]
+
+    @property
+    def end(self) -> int:
+        """The number of tokens that the trunk held when this was recorded."""
+        return self.filled + self.hidden_1ND.shape[1]
+
+    def cropped(self, length: int) -> DraftPlace:
+        """The same for a cache of `length` tokens at most. The last row that stays may have read a token that does
+        not: it can make a draft worse, never a result."""
+        filled = min(self.filled, length)
+        kept = max(0, min(self.end, length) - filled)
+        return DraftPlace(min(self.first, filled), filled, self.hidden_1ND[:, :kept], self.ids[: max(0, kept - 1)])
+
+
 class Cache:
     """Key slots of every layer for a batch of sequences, grown as needed.
 
     Attributes:
         length_B: int64 tokens held per row. first_B: int64 first real slot per row (left padding before it).
         layers: per layer, a list of tensors [B, capacity, width].
+        draft: the place of speculative decoding, of a single sequence that uses it.
     """
 
     def __init__(
@@ -47,6 +76,7 @@ class Cache:
         self.length_B = torch.zeros(batch, dtype=torch.int64, device=device)
         self.first_B = torch.zeros(batch, dtype=torch.int64, device=device)
         self.uniform: int | None = 0  # the common length where all rows are equal and unpadded, else None
+        self.draft: DraftPlace | None = None
 
     @property
     def batch(self) -> int:
@@ -66,11 +96,12 @@ class Cache:
         if slots <= self.capacity:
             return
         capacity = max(slots, min(2 * self.capacity, self.max_slots), 64)
-        for layer in self.layers:
-            for i, old in enumerate(layer):
-                new = torch.zeros(self.batch, capacity, old.shape[-1], dtype=old.dtype, device=old.device)
-                new[:, : old.shape[1]] = old
-                layer[i] = new
+        with torch.inference_mode(False), torch.no_grad():  # `generate` grows it, and any mode may then write to it
+            for layer in self.layers:
+                for i, old in enumerate(layer):
+                    new = torch.zeros(self.batch, capacity, old.shape[-1], dtype=old.dtype, device=old.device)
+                    new[:, : old.shape[1]] = old
+                    layer[i] = new
 
     def write(self, layer: int, slot_BT: Tensor | None, start: int | None, *values: Tensor) -> list[Tensor]:
         """Write new rows [B, T, width] into `layer`, at `start` in every row or at `slot_BT`; return whole tensors.
@@ -93,9 +124,12 @@ class Cache:
         if self.uniform is not None:
             same = isinstance(length, int) or self.batch == 1
             self.uniform = min(self.uniform, int(limit)) if same else None
+        if self.draft is not None:
+            self.draft = None if self.uniform is None else self.draft.cropped(self.uniform)
 
     def reorder(self, rows: Tensor) -> None:
         """Keep the given rows, in that order, repeats allowed: beam search, or repeating a prompt n times."""
         for layer in self.layers:
             layer[:] = [t.index_select(0, rows) for t in layer]
         self.length_B, self.first_B = self.length_B[rows], self.first_B[rows]
+        self.draft = None

@@ -218,7 +218,7 @@ class GLM5(nn.Module):
             yield hidden_BTD
 
     def draft_hidden(
-        self, hidden_BTD: Tensor, next_ids: Tensor, cache: Cache, start: int, *, sparse: bool = True
+        self, hidden_BTD: Tensor, next_ids: Tensor, cache: Cache, start: int, *, first: int = 0, sparse: bool = True
     ) -> Tensor:
         """MTP in its serving form: T steps of the block at slots start … start + T - 1 of the cache.
 
@@ -226,14 +226,17 @@ class GLM5(nn.Module):
             hidden_BTD: trunk hidden of those positions, or the block's own output when recycling.
             next_ids: [B, T], the token after each position.
             cache: holds the block's keys in its last layer; its length is not changed.
+            first: the first slot that the block has keys of, where it did not follow the trunk from the beginning.
         """
         batch, tokens = next_ids.shape
         cache.reserve(start + tokens)
         visible = Visibility.causal(batch, tokens, start, device=self.device)
+        slot_BT = visible.last_BT if first > 0 else None
+        if first > 0:
+            visible = Visibility(torch.full_like(visible.last_BT, first), visible.last_BT, visible.slots)
         rope = self._rope(visible.last_BT, hidden_BTD.dtype)
-        return self.mtp.predict(
-            self.model.embed_tokens(next_ids), hidden_BTD, rope, visible, sparse=sparse, cache=cache
-        )
+        embedded = self.model.embed_tokens(next_ids)
+        return self.mtp.predict(embedded, hidden_BTD, rope, visible, sparse=sparse, cache=cache, slot_BT=slot_BT)
 
     def generate(self, input_ids: Tensor, **options: Any) -> Iterator[int]:
         """Stream new token ids of one sequence; see `glm5.model.generate.generate` for the options."""

@@ -1,0 +1,175 @@
+"""Text, one token at a time: prefill in chunks, then decode from the cache, plainly or with MTP drafts.
+
+For one sequence, on any device, with nothing but the model; `glm5.serve` batches many. Read next: `speculate`,
+`sampling`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from glm5.model.cache import Cache
+from glm5.model.glm5 import GLM5
+from glm5.model.sampling import Sampling
+from glm5.model.speculate import SpeculationStats, follow, speculative_step
+from glm5.utils.errors import UserError
+
+# Prompt tokens per call. Bounds the memory of a long prompt's activations; larger ones are no faster on two cores.
+PREFILL_CHUNK = 2048
+
+
+def generate(
+    model: GLM5,
+    input_ids: Tensor | Sequence[int],
+    *,
+    max_new_tokens: int | None = None,
+    temperature: float = 0.0,
+    top_p: float = 1.0,
+    top_k: int = 0,
+    min_p: float = 0.0,
+    seed: int | None = None,
+    stop_ids: Iterable[int] | None = None,
+    speculate: int = 0,
+    sparse: bool = True,
+    cache: Cache | None = None,
+    stats: SpeculationStats | None = None,
+    logprobs: list[float] | None = None,
+) -> Iterator[int]:
+    """Stream the ids that follow a prompt, as soon as each is certain.
+
+    Ends after `max_new_tokens`, at the context limit, or with a stop id, which is yielded as the last one.
+
+    Args:
+        input_ids: the prompt, [T], [1, T] or a list; with a `cache` that holds tokens, what comes after those.
+        max_new_tokens: by default whatever the context (`max_position_embeddings`) has room for.
+        temperature, top_p, top_k, min_p: see `Sampling`; temperature 0 is greedy.
+        seed: of the draws; None takes one from the system. Drafting changes which numbers are drawn, so the same
+            seed with another `speculate` gives another, equally distributed text.
+        stop_ids: by default the configuration's `eos_token_id`.
+        speculate: drafts per step from the MTP block; 0 decodes plainly.
+        sparse: DSA; False attends to everything.
+        cache: to continue a conversation. Ends up holding all tokens but the last one that was yielded, so begin
+            the next call's input with that one.
+        stats: counts drafts and acceptances. logprobs: receives, per id, the model's log-probability of it (fp32,
+            at temperature 1, nothing truncated).
+
+    Raises:
+        UserError: the prompt is empty, holds an id outside the vocabulary or leaves no room, an option is out of
+            range, or the cache is not of one unpadded sequence. All but bad ids are found before the first token.
+        NumericalError: the logits are not finite.
+    """
+    ids = _prompt(input_ids)
+    cache = model.new_cache(1) if cache is None else cache
+    if cache.batch != 1 or cache.uniform is None:
+        raise UserError(f"cache: holds {cache.batch} rows or padding", "generate takes one unpadded sequence")
+    held, limit = cache.uniform, model.config.max_position_embeddings
+    room = limit - held - len(ids)
+    if room < 1:
+        raise UserError(
+            f"a context of {held + len(ids)} tokens leaves no room below max_position_embeddings={limit}",
+            "shorten the prompt, or crop the cache",
+        )
+    if max_new_tokens is not None and max_new_tokens < 1:
+        raise UserError(f"max_new_tokens={max_new_tokens}", "must be at least 1")
+    if speculate < 0:
+        raise UserError(f"speculate={speculate}", "must be at least 0, which decodes without drafts")
+    if speculate > 0:
+        _ = model.mtp  # raises if there is none
+    generator = torch.Generator(device=model.device)
+    if seed is None:
+        generator.seed()
+    else:
+        generator.manual_seed(seed)
+    plan = _Plan(
+        limit=room if max_new_tokens is None else min(room, max_new_tokens),
+        stop=frozenset(model.config.eos_token_id if stop_ids is None else stop_ids),
+        sampling=Sampling(temperature, top_p, top_k, min_p),
+        generator=generator,
+        speculate=speculate,
+        sparse=sparse,
+    )
+    return _stream(model, ids, cache, plan, stats, logprobs)
+
+
+@dataclass(frozen=True)
+class _Plan:
+    limit: int
+    stop: frozenset[int]
+    sampling: Sampling
+    generator: torch.Generator
+    speculate: int
+    sparse: bool
+
+
+def _prompt(input_ids: Tensor | Sequence[int]) -> list[int]:
+    ids = torch.as_tensor(input_ids)
+    if ids.ndim == 2 and ids.shape[0] == 1:
+        ids = ids[0]
+    if ids.ndim != 1 or (ids.numel() and (ids.is_floating_point() or ids.dtype == torch.bool)):
+        raise UserError(f"input_ids: shape {tuple(ids.shape)} of {ids.dtype}", "give the integer ids of one sequence")
+    if ids.numel() == 0:
+        raise UserError("the prompt is empty", "give at least one token, such as the beginning-of-text ids")
+    return ids.tolist()
+
+
+@torch.inference_mode()
+def _stream(
+    model: GLM5,
+    ids: list[int],
+    cache: Cache,
+    plan: _Plan,
+    stats: SpeculationStats | None,
+    logprobs: list[float] | None,
+) -> Iterator[int]:
+    start, emitted = cache.uniform or 0, 0
+    try:
+        logits_NV = _prefill(model, ids, cache, plan)
+        block: list[int] = plan.sampling.draw(logits_NV, plan.generator).tolist()
+        while True:
+            if logprobs is not None:
+                block_logprobs = _logprobs(logits_NV, block)
+            for i, token in enumerate(block):
+                emitted += 1
+                if logprobs is not None:
+                    logprobs.append(block_logprobs[i])
+                yield token
+                if token in plan.stop or emitted == plan.limit:
+                    return
+            drafts = min(plan.speculate, plan.limit - emitted - 1)
+            block, logits_NV = _step(model, cache, block[-1], drafts, plan, stats)
+    finally:
+        # A block may have been cut by a stop id or by the caller: leave what was yielded, less the last.
+        cache.crop(start + len(ids) + emitted - 1 if emitted else start)
+
+
+def _prefill(model: GLM5, ids: list[int], cache: Cache, plan: _Plan) -> Tensor:
+    """Read the prompt; the logits [1, V] of what follows it."""
+    for at in range(0, len(ids), PREFILL_CHUNK):
+        chunk = ids[at : at + PREFILL_CHUNK]
+        hidden = model.hidden(torch.tensor([chunk], device=model.device), cache=cache, sparse=plan.sparse)
+        if plan.speculate:
+            follow(model, cache, hidden, chunk, sparse=plan.sparse)
+    return model.lm_head(hidden[:, -1])
+
+
+def _step(
+    model: GLM5, cache: Cache, last: int, drafts: int, plan: _Plan, stats: SpeculationStats | None
+) -> tuple[list[int], Tensor]:
+    """The next ids, at least one, and the logits that each follows from. `last` is not in the cache yet."""
+    if drafts > 0:
+        return speculative_step(
+            model, cache, last, drafts, plan.sampling, plan.generator, sparse=plan.sparse, stats=stats
+        )
+    out = model(torch.tensor([[last]], device=model.device), cache=cache, sparse=plan.sparse)
+    if plan.speculate:  # the last token before the limit: no draft, but a later call may go on from here
+        follow(model, cache, out.hidden, [last], sparse=plan.sparse)
+    return plan.sampling.draw(out.logits[0], plan.generator).tolist(), out.logits[0]
+
+
+def _logprobs(logits_NV: Tensor, ids: list[int]) -> list[float]:
+    index = torch.tensor(ids, device=logits_NV.device)[:, None]
+    return logits_NV.float().log_softmax(-1).gather(-1, index)[:, 0].tolist()

@@ -1,0 +1,170 @@
+"""Speculative decoding with the shared MTP block: k drafts, one verification, the same tokens as without.
+
+    trunk holds L tokens, t is the next        MTP at slot L - 1 reads (trunk hidden, t)  -> draft 1
+                                               MTP at slot L reads (its own output, d1)   -> draft 2, and so on
+    trunk reads [t, d1 .. dk] in one call   -> accepts the first j drafts and adds one token of its own
+
+Greedy drafts are accepted while they equal the trunk's choice. Sampled drafts are accepted with probability
+min(1, p / q), and the first rejected one is drawn again from max(p - q, 0), which leaves exactly the trunk's
+distribution p (Leviathan et al., 2023). After a verification the cache is cropped to what was accepted, and the MTP
+layer's slots are written again from the trunk's own hidden states, in the same call that makes the next draft 1.
+The equality holds up to rounding: a call of k + 1 tokens may round otherwise than k + 1 calls, and where two tokens
+tie that closely, either may win. Source: report section 2.1 (parameter-shared MTP). Read next: `generate`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from glm5.model.cache import Cache, DraftPlace
+from glm5.model.glm5 import GLM5
+from glm5.model.sampling import Sampling, draw
+
+
+@dataclass
+class SpeculationStats:
+    """Counts of speculative decoding, over any number of calls.
+
+    After use: `steps` verifications; `drafted` and `accepted` drafts by position (index 0 is the first draft). A
+    draft counts as accepted also where a stop id before it ended the text.
+    """
+
+    steps: int = 0
+    drafted: list[int] = field(default_factory=list)
+    accepted: list[int] = field(default_factory=list)
+
+    def record(self, drafted: int, accepted: int) -> None:
+        """Count one verification of `drafted` tokens, of which the first `accepted` were right."""
+        self.steps += 1
+        for counts, n in ((self.drafted, drafted), (self.accepted, accepted)):
+            counts += [0] * (drafted - len(counts))
+            for i in range(n):
+                counts[i] += 1
+
+    @property
+    def accept_length(self) -> float:
+        """The report's accept length: mean tokens per verification, its own token included. 0 before any step."""
+        return 1 + sum(self.accepted) / self.steps if self.steps else 0.0
+
+    @property
+    def acceptance(self) -> list[float]:
+        """Per draft position, the share of drafts there that were accepted (so all before them were too)."""
+        return [a / d for a, d in zip(self.accepted, self.drafted, strict=True)]
+
+
+def follow(model: GLM5, cache: Cache, hidden_1TD: Tensor, ids: list[int], *, sparse: bool = True) -> None:
+    """Tell the MTP layer what the trunk has just read: the last len(ids) tokens of `cache`, with their hidden states.
+
+    All but the last slot are entered when there are many (a prompt's chunk), else they wait for `propose`.
+    """
+    start = _held(cache) - len(ids)
+    place = cache.draft
+    if place is None or place.end != start:  # it has not followed so far: it sees the text from here on
+        place = DraftPlace(start, start, hidden_1TD[:, :0], ())
+    waiting = torch.cat((place.hidden_1ND, hidden_1TD), dim=1)
+    after = (*place.ids, *ids) if place.hidden_1ND.shape[1] else tuple(ids[1:])
+    if len(after) > 16:
+        next_ids = torch.tensor([after], device=model.device)
+        model.draft_hidden(waiting[:, :-1], next_ids, cache, place.filled, first=place.first, sparse=sparse)
+        place = DraftPlace(place.first, place.filled + len(after), waiting[:, -1:].clone(), ())
+    else:
+        place = DraftPlace(place.first, place.filled, waiting, after)
+    cache.draft = place
+
+
+def propose(
+    model: GLM5, cache: Cache, next_id: int, k: int, sampling: Sampling, generator: torch.Generator, *, sparse: bool
+) -> tuple[Tensor, Tensor | None]:
+    """k drafts of what comes after `next_id`, which itself follows the cache's tokens.
+
+    Returns:
+        ids int64 [1, k], and the distributions fp32 [k, V] that they were drawn from (None if greedy).
+    """
+    place, held = cache.draft, _held(cache)
+    assert place is not None
+    assert place.end == held
+    step_ids = torch.tensor([(*place.ids, next_id)], device=model.device)
+    hidden, start = place.hidden_1ND, place.filled
+    ids, probs = [], []
+    for _ in range(k):
+        hidden = model.draft_hidden(hidden, step_ids, cache, start, first=place.first, sparse=sparse)[:, -1:]
+        start += step_ids.shape[1]
+        logits_1V = model.lm_head(hidden[:, -1])
+        if sampling.greedy:
+            step_ids = logits_1V.argmax(-1, keepdim=True)
+        else:
+            probs.append(sampling.probs(logits_1V))
+            step_ids = draw(probs[-1], generator)[None]
+        ids.append(step_ids)
+    cache.draft = DraftPlace(place.first, held, hidden[:, :0], ())
+    return torch.cat(ids, dim=1), torch.cat(probs) if probs else None
+
+
+def accept_sampled(target_NV: Tensor, draft_KV: Tensor, drafts: list[int], generator: torch.Generator) -> list[int]:
+    """Exact rejection sampling.
+
+    Args:
+        target_NV: the trunk's distributions at the K drafts and after the last, N = K + 1. draft_KV: those that
+            the drafts were drawn from. drafts: K ids.
+
+    Returns:
+        The accepted drafts and one token more. Every position is distributed as `target_NV` says.
+    """
+    k = len(drafts)
+    at = torch.arange(k, device=target_NV.device)
+    index = torch.tensor(drafts, device=target_NV.device)
+    p_K, q_K = target_NV[at, index], draft_KV[at, index]
+    # u < p / q, without the division: a draft has q > 0, and p = 0 is never accepted.
+    taken = (torch.rand(k, generator=generator, device=target_NV.device) * q_K < p_K).tolist()
+    j = taken.index(False) if False in taken else k
+    rest_V = target_NV[j]
+    if j < k:
+        excess_V = (rest_V - draft_KV[j]).clamp(min=0)
+        # A rejection means that q > p somewhere, so p > q elsewhere; only rounding can leave nothing.
+        rest_V = torch.where(excess_V.sum() > 0, excess_V, rest_V)
+    return [*drafts[:j], int(draw(rest_V[None], generator))]
+
+
+def speculative_step(
+    model: GLM5,
+    cache: Cache,
+    next_id: int,
+    k: int,
+    sampling: Sampling,
+    generator: torch.Generator,
+    *,
+    sparse: bool = True,
+    stats: SpeculationStats | None = None,
+) -> tuple[list[int], Tensor]:
+    """Draft k tokens after `next_id`, verify them, and leave the cache with `next_id` and the accepted ones.
+
+    Returns:
+        1 to k + 1 new ids, and the trunk's logits [that many, V] from which each follows.
+    """
+    held = _held(cache)
+    drafts_1K, q_KV = propose(model, cache, next_id, k, sampling, generator, sparse=sparse)
+    drafts: list[int] = drafts_1K[0].tolist()
+    block = torch.cat((drafts_1K.new_tensor([[next_id]]), drafts_1K), dim=1)
+    out = model(block, cache=cache, sparse=sparse)
+    logits_NV = out.logits[0]
+    if q_KV is None:
+        target = sampling.draw(logits_NV, generator).tolist()
+        j = next((i for i in range(k) if drafts[i] != target[i]), k)
+        new = target[: j + 1]
+    else:
+        new = accept_sampled(sampling.probs(logits_NV), q_KV, drafts, generator)
+        j = len(new) - 1
+    cache.crop(held + 1 + j)
+    follow(model, cache, out.hidden[:, : j + 1], [next_id, *drafts[:j]], sparse=sparse)
+    if stats is not None:
+        stats.record(k, j)
+    return new, logits_NV[: j + 1]
+
+
+def _held(cache: Cache) -> int:
+    """The tokens of a one-sequence cache."""
+    assert cache.uniform is not None
+    return cache.uniform
