@@ -26,6 +26,14 @@ def test_singular_vectors_are_kept_and_values_follow_the_quintic(shape):
     torch.testing.assert_close(newton_schulz(m), expected, atol=1e-9, rtol=1e-9)
 
 
+def test_the_quintic_ends_in_the_stated_bands():
+    s = torch.logspace(-3, 0, 100_001, dtype=torch.float64)
+    for least, high in ((0.01, 1.135), (0.002, 1.203)):
+        values = _quintic(s[s >= least])
+        assert values.min() > 0.68
+        assert high - 0.001 < values.max() < high
+
+
 @pytest.mark.parametrize(("dtype", "slack"), [(torch.float32, 0.005), (torch.bfloat16, 0.05)])
 def test_values_end_in_the_known_band_and_the_direction_is_the_exact_factor(dtype, slack):
     # Values spread over a factor of 50: the widest that five steps bring into the band at this size.

@@ -2,7 +2,8 @@
 
 An update matrix U = P S Qᵀ is replaced by about P Qᵀ, without an SVD: an odd polynomial, applied five times,
 drives every singular value towards 1. The coefficients are Moonlight's (arXiv:2502.16982). They are chosen for
-speed: the values end between 0.68 and 1.13 and do not converge to exactly 1.
+speed and do not converge to exactly 1: after five steps a value that was at least 1% of the matrix's Frobenius norm
+lies between 0.68 and 1.135, one of at least 0.2% between 0.68 and 1.203.
 
 Legend of this file: A rows · B columns of a matrix, after any leading batch dimensions. Read next: `train.optim`.
 """
