@@ -212,3 +212,11 @@ def test_help_shows_fields_defaults_and_the_config_option(capsys: pytest.Capture
     out = capsys.readouterr().out
     for text in ("glm5 run", "A run.", "--optim.lr", "Step size at the peak.", "0.001", "--config FILE"):
         assert text in out
+
+
+def test_without_the_config_option(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        config_io.parse(Optim, ["--help"], config_option=False)
+    assert "--config" not in capsys.readouterr().out
+    with pytest.raises(UserError, match="Unrecognized options: --config, x"):
+        config_io.parse(Optim, ["--config", "x"], config_option=False)

@@ -196,6 +196,7 @@ def parse(
     default: T | None = None,
     prog: str | None = None,
     description: str | None = None,
+    config_option: bool = True,
 ) -> T:
     """`cls` from the command line: `--config FILE` first, then every other option overrides a field by dotted name.
 
@@ -204,6 +205,7 @@ def parse(
         argv: the arguments, without the program's name.
         default: values for what neither the file nor an option gives.
         prog, description: for the help text.
+        config_option: whether there is a `--config`; a command that runs nothing that is saved has none.
 
     Raises:
         UserError: an unknown option, a value of the wrong type or one that breaks a rule.
@@ -212,17 +214,20 @@ def parse(
     """
     import tyro  # here, since only the command line needs it
 
-    assert all(f.name != "config" for f in fields(cls)), "--config is taken"  # type: ignore[arg-type]
-    rest, path = _split_config(argv)
-    if path is not None:
-        default = load(cls, path, default)
-    text = f"{(description or cls.__doc__ or '').strip()}\n\n--config FILE reads a saved configuration first."
+    rest, text = list(argv), (description or cls.__doc__ or "").strip()
+    if config_option:
+        assert all(f.name != "config" for f in fields(cls)), "--config is taken"  # type: ignore[arg-type]
+        rest, path = _split_config(argv)
+        if path is not None:
+            default = load(cls, path, default)
+        text += "\n\n--config FILE reads a saved configuration first."
+    # A run's flags come in pairs (--x, --no-x), since a saved configuration may have turned either on.
+    style: tuple[Any, ...] = () if config_option else (tyro.conf.FlagCreatePairsOff,)
+    known: dict[str, Any] = {} if default is None else {"default": default}
     complaint = io.StringIO()
     try:
         with contextlib.redirect_stderr(complaint):
-            if default is None:
-                return tyro.cli(cls, args=rest, prog=prog, description=text)
-            return tyro.cli(cls, args=rest, prog=prog, description=text, default=default)
+            return tyro.cli(cls, args=rest, prog=prog, description=text, config=style, **known)
     except SystemExit as e:
         if e.code in (0, None):
             raise
