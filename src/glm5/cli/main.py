@@ -50,7 +50,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = list(sys.argv[1:] if argv is None else argv)
     as_json = "--json" in arguments
     try:
-        return _run(arguments)
+        status = _run(arguments)
+        sys.stdout.flush()  # here, where a reader that has gone is still handled
+        return status
     except UserError as e:
         print(_describe(e, as_json), file=sys.stderr)
         return 2
@@ -79,9 +81,7 @@ def _run(arguments: list[str]) -> int:
         near = difflib.get_close_matches(name, COMMANDS, n=1)
         mend = f"Did you mean `glm5 {near[0]}`?" if near else f"There are: {', '.join(COMMANDS)}."
         raise UserError(f"no command {name!r}", mend)
-    status = importlib.import_module(COMMANDS[name].module).main(rest)
-    sys.stdout.flush()  # here, where a reader that has gone is still handled
-    return int(status or 0)
+    return int(importlib.import_module(COMMANDS[name].module).main(rest) or 0)
 
 
 def _help() -> str:
