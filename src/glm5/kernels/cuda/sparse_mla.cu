@@ -1,0 +1,463 @@
+// Sparse multi-head latent attention for Hopper, absorbed form: 64 heads attend to one shared 576-wide latent row per
+// selected position; values are the row's first 512 columns. Source: report section 2.1, DeepSeek-V3.2.
+//
+// One block of 3 warpgroups works on one query (or, in a cluster, on a share of its positions), 32 positions a step:
+//
+//     scorer   S = Q K^T, running maximum, P = exp2(S - m) into one of 2 buffers; the next S is issued before the
+//              exponentials of this one, so the tensor cores always have work queued
+//     mixer x2 O[64 x 256 each] += P V, rescaled only when a row's maximum grew by more than 2^8; then gathers, by
+//              index, the columns it has just used up of the row buffer (cp.async, 16 bytes a thread, swizzled):
+//              the ring of 5 buffers is always in flight and needs no "empty" barrier
+//
+// Five ninths of Q stay in the scorer's registers: it saves shared memory for the ring, and shared-memory bandwidth,
+// which the two matrix products would otherwise exhaust before the tensor cores.
+//
+// Few queries: a cluster of `splits` blocks shares one query. Partial results stay in shared memory and each block
+// sums its share of the heads over the ranks in a fixed order: no scratch in device memory, no second launch, the same
+// bits on every run. Many queries: a persistent grid whose copies run ahead into the next query.
+#include "hopper.cuh"
+
+using namespace hopper;
+
+namespace {
+
+constexpr int kHeads = 64, kKeys = 32, kWidth = 576, kValue = 512, kStages = 5;
+constexpr int kChunks = kWidth / 64;          // 128-byte columns of a row
+constexpr int kSharedChunks = 4;              // of Q, in shared memory; the rest in registers
+constexpr int kRegisterSteps = (kChunks - kSharedChunks) * 4;
+constexpr int kChunkBytes = kKeys * 128, kStageBytes = kChunks * kChunkBytes;
+constexpr int kQChunkBytes = kHeads * 128;
+constexpr int kPBytes = kHeads * kKeys * 2;
+constexpr int kPartialStride = kValue + 8;    // floats; the padding spreads rows over banks
+constexpr float kRescaleAbove = 8.0f;         // log2 units
+
+struct Shared {
+    alignas(1024) uint8_t stage[kStages][kStageBytes];
+    alignas(1024) uint8_t q[kSharedChunks][kQChunkBytes];
+    alignas(1024) uint8_t p[2][kPBytes];
+    float alpha[2][kHeads];
+    float top[kHeads], sum[kHeads], weight[kHeads];
+    alignas(8) uint64_t full[kStages], p_full[2], p_empty[2], stats_full, stats_empty;
+};
+static_assert(sizeof(Shared) <= 227 * 1024, "shared memory of one block");
+static_assert(kHeads * kPartialStride * 4 <= kStages * kStageBytes, "partial results reuse the ring");
+
+struct Params {
+    const __nv_bfloat16* q;    // [N, H, 576]
+    const __nv_bfloat16* kv;   // [B, S, 576]
+    const int* selected;       // [N, K], -1 only at the end
+    __nv_bfloat16* out;        // [N, H, 512]
+    float* lse;                // [N, H]
+    int queries, heads, keys, queries_per_batch;
+    int64_t q_stride, q_head_stride, kv_batch_stride, kv_stride;
+    float scale_log2;
+};
+
+// Steps that hold a selected position: indices are padded only at the end.
+__device__ __forceinline__ int count_steps(const int* selected, int keys, int lane) {
+    const int steps = (keys + kKeys - 1) / kKeys;
+    int count = 0;
+    for (int base = 0; base < steps; base += 32) {
+        const bool used = base + lane < steps && selected[(base + lane) * kKeys] >= 0;
+        count += __popc(__ballot_sync(~0u, used));
+    }
+    return count;
+}
+
+__device__ __forceinline__ float reduce_max(float x) {
+    x = fmaxf(x, __shfl_xor_sync(~0u, x, 1));
+    return fmaxf(x, __shfl_xor_sync(~0u, x, 2));
+}
+__device__ __forceinline__ float reduce_sum(float x) {
+    x += __shfl_xor_sync(~0u, x, 1);
+    return x + __shfl_xor_sync(~0u, x, 2);
+}
+__device__ __forceinline__ uint32_t pack(float lo, float hi) {
+    __nv_bfloat162 v = __floats2bfloat162_rn(lo, hi);
+    return reinterpret_cast<uint32_t&>(v);
+}
+
+__device__ __forceinline__ void issue_scores(float (&s)[16], uint32_t q_shared, const uint32_t (&q)[kRegisterSteps * 4],
+                                             uint32_t stage) {
+    pin(s);
+    mma_fence();
+#pragma unroll
+    for (int i = 0; i < kSharedChunks * 4; ++i)
+        mma_n32(s, descriptor(q_shared + i / 4 * kQChunkBytes + i % 4 * 32, 0, 1024, k128B),
+                descriptor(stage + i / 4 * kChunkBytes + i % 4 * 32, 0, 1024, k128B), i > 0);
+#pragma unroll
+    for (int i = 0; i < kRegisterSteps; ++i)
+        mma_n32(s, q + 4 * i,
+                descriptor(stage + (kSharedChunks + i / 4) * kChunkBytes + i % 4 * 32, 0, 1024, k128B), 1);
+    mma_commit();
+}
+
+// One row's share of a step: 8 logits of this thread at s[4j + first], s[4j + first + 1].
+struct Row {
+    float top = -INFINITY, sum = 0.0f;  // maximum in force (log2 units), this thread's share of the sum
+    __device__ __forceinline__ float step(float (&s)[16], int first, float scale) {
+        float high = s[first];
+#pragma unroll
+        for (int j = 0; j < 4; ++j) high = fmaxf(high, fmaxf(s[4 * j + first], s[4 * j + first + 1]));
+        high = reduce_max(high) * scale;
+        float alpha = 1.0f;
+        if (high > top + kRescaleAbove || top == -INFINITY) {
+            alpha = top == -INFINITY ? 1.0f : exp2f(top - high);
+            top = high;
+        }
+        const float shift = top == -INFINITY ? 0.0f : top;
+        float total = 0.0f;
+#pragma unroll
+        for (int j = 0; j < 4; ++j) {
+#pragma unroll
+            for (int i = 0; i < 2; ++i) {
+                float& x = s[4 * j + first + i];
+                x = exp2f(fmaf(x, scale, -shift));
+                total += x;
+            }
+        }
+        sum = sum * alpha + total;
+        return alpha;
+    }
+};
+
+// Where the copies of a block are: `step` of `item`, whose last step is `end`; `index` is this lane's position.
+struct Cursor {
+    int item, step, end, index;
+};
+
+template <int kSplits>
+__global__ void __launch_bounds__(384, 1) sparse_mla_kernel(const __grid_constant__ Params params) {
+    extern __shared__ __align__(1024) uint8_t raw[];
+    Shared& shared = *reinterpret_cast<Shared*>(raw);
+    const int role = __shfl_sync(~0u, threadIdx.x / 128, 0);
+    const int tid = threadIdx.x % 128, warp = tid / 32, lane = tid % 32;
+    const int rank = kSplits > 1 ? static_cast<int>(cluster_rank()) : 0;
+    const int first_item = blockIdx.x / kSplits, item_stride = gridDim.x / kSplits;
+
+    if (threadIdx.x == 0) {
+        for (int i = 0; i < kStages; ++i) barrier_init(smem_address(&shared.full[i]), 256);
+        for (int i = 0; i < 2; ++i) {
+            barrier_init(smem_address(&shared.p_full[i]), 128);
+            barrier_init(smem_address(&shared.p_empty[i]), 8);
+        }
+        barrier_init(smem_address(&shared.stats_full), 128);
+        barrier_init(smem_address(&shared.stats_empty), 8);
+    }
+    __syncthreads();
+
+    const int row0 = warp * 16 + lane / 4, row1 = row0 + 8;  // the rows of a thread's accumulators
+    uint32_t it = 0;                                         // steps so far, over all queries
+    auto index_at = [&](int item, int step) {
+        const int at = step * kKeys + lane;
+        return at < params.keys ? __ldg(params.selected + static_cast<int64_t>(item) * params.keys + at) : -1;
+    };
+
+    if (role == 0) {  // ------------------------------------------------------------------------------ scorer
+        uint32_t round = 0;
+        for (int item = first_item; item < params.queries; item += item_stride, ++round) {
+            const int* selected = params.selected + static_cast<int64_t>(item) * params.keys;
+            const __nv_bfloat16* query = params.q + item * params.q_stride;
+            named_barrier(1, 128);  // every warp is done with the previous query in shared memory
+#pragma unroll
+            for (int i = 0; i < kSharedChunks * kHeads * 8 / 128; ++i) {
+                const int u = i * 128 + tid, row = u / (kSharedChunks * 8), col = u % (kSharedChunks * 8);
+                uint4 v = make_uint4(0, 0, 0, 0);
+                if (row < params.heads) v = *reinterpret_cast<const uint4*>(query + row * params.q_head_stride + col * 8);
+                *reinterpret_cast<uint4*>(shared.q[col / 8] + row * 128 + ((col % 8 ^ (row & 7)) << 4)) = v;
+            }
+            uint32_t q[kRegisterSteps * 4];
+#pragma unroll
+            for (int i = 0; i < kRegisterSteps * 4; ++i) {
+                const int row = i % 2 ? row1 : row0, col = kSharedChunks * 64 + i / 4 * 16 + i % 4 / 2 * 8 + lane % 4 * 2;
+                q[i] = row < params.heads ? *reinterpret_cast<const uint32_t*>(query + row * params.q_head_stride + col) : 0u;
+            }
+            const int steps = count_steps(selected, params.keys, lane);
+            const int begin = steps * rank / kSplits, todo = steps * (rank + 1) / kSplits - begin;
+            int index = index_at(item, begin), step = begin;
+            fence_async();
+            named_barrier(1, 128);
+
+            const uint32_t q_shared = smem_address(shared.q);
+            Row upper, lower;
+            float s_even[16], s_odd[16];
+            auto issue = [&](float (&s)[16], uint32_t at) {
+                barrier_wait(smem_address(&shared.full[at % kStages]), at / kStages & 1);
+                fence_async();
+                issue_scores(s, q_shared, q, smem_address(shared.stage[at % kStages]));
+            };
+            auto finish = [&](float (&s)[16]) {
+                const uint32_t valid = __ballot_sync(~0u, index >= 0);
+                index = index_at(item, ++step);
+                if (valid != ~0u) {
+#pragma unroll
+                    for (int i = 0; i < 16; ++i)
+                        if (!(valid >> (i / 4 * 8 + lane % 4 * 2 + i % 2) & 1)) s[i] = -INFINITY;
+                }
+                const float alpha0 = upper.step(s, 0, params.scale_log2);
+                const float alpha1 = lower.step(s, 2, params.scale_log2);
+                const int buffer = it & 1;
+                barrier_wait(smem_address(&shared.p_empty[buffer]), (it / 2 & 1) ^ 1);
+                // Cores of 8 rows x 16 bytes, contiguous; 4 cores to a group of 8 rows.
+                uint8_t* p = shared.p[buffer] + warp * 1024 + lane / 4 * 16 + lane % 4 * 4;
+#pragma unroll
+                for (int j = 0; j < 4; ++j) {
+                    *reinterpret_cast<uint32_t*>(p + j * 128) = pack(s[4 * j], s[4 * j + 1]);
+                    *reinterpret_cast<uint32_t*>(p + 512 + j * 128) = pack(s[4 * j + 2], s[4 * j + 3]);
+                }
+                if (lane % 4 == 0) {
+                    shared.alpha[buffer][row0] = alpha0;
+                    shared.alpha[buffer][row1] = alpha1;
+                }
+                fence_async();
+                barrier_arrive(smem_address(&shared.p_full[buffer]));
+                ++it;
+            };
+            // Straight-line pairs: the assembler serialises the products if a branch separates issue from wait.
+            if (todo > 0) {
+                int left = todo;
+                issue(s_even, it);
+                for (; left > 2; left -= 2) {
+                    issue(s_odd, it + 1);
+                    mma_wait<1>();
+                    pin(s_even);
+                    finish(s_even);
+                    issue(s_even, it + 1);
+                    mma_wait<1>();
+                    pin(s_odd);
+                    finish(s_odd);
+                }
+                if (left == 2) {
+                    issue(s_odd, it + 1);
+                    mma_wait<1>();
+                    pin(s_even);
+                    finish(s_even);
+                    mma_wait<0>();
+                    pin(s_odd);
+                    finish(s_odd);
+                } else {
+                    mma_wait<0>();
+                    pin(s_even);
+                    finish(s_even);
+                }
+            }
+            const float sum0 = reduce_sum(upper.sum), sum1 = reduce_sum(lower.sum);
+            barrier_wait(smem_address(&shared.stats_empty), (round & 1) ^ 1);
+            if (lane % 4 == 0) {
+                shared.top[row0] = upper.top, shared.sum[row0] = sum0;
+                shared.top[row1] = lower.top, shared.sum[row1] = sum1;
+                if (kSplits == 1) {
+                    float* lse = params.lse + static_cast<int64_t>(item) * params.heads;
+                    if (row0 < params.heads) lse[row0] = sum0 > 0.0f ? (upper.top + log2f(sum0)) * 0.69314718056f : -INFINITY;
+                    if (row1 < params.heads) lse[row1] = sum1 > 0.0f ? (lower.top + log2f(sum1)) * 0.69314718056f : -INFINITY;
+                }
+            }
+            barrier_arrive(smem_address(&shared.stats_full));
+        }
+    } else {  // -------------------------------------------------------------------------------------- mixers
+        const int half = role - 1, row = tid / 8, unit = tid % 8;
+        const uint32_t offset = row * 128 + ((unit ^ (row & 7)) << 4);
+        Cursor next = {first_item - item_stride, 0, 0, -1};
+        uint32_t copied = 0;
+        auto advance = [&] {  // to the next step that holds a position, in this query or a later one
+            while (++next.step >= next.end) {
+                next.item += item_stride;
+                if (next.item >= params.queries) return;
+                const int* selected = params.selected + static_cast<int64_t>(next.item) * params.keys;
+                const int steps = count_steps(selected, params.keys, lane);
+                next.step = steps * rank / kSplits - 1;
+                next.end = steps * (rank + 1) / kSplits;
+            }
+            next.index = index_at(next.item, next.step);
+        };
+        // This mixer's columns of a step: four chunks of 64, and half the rows of the ninth.
+        auto copy = [&] {
+            if (next.item >= params.queries) return;
+            const int index = next.index;
+            const int a = __shfl_sync(~0u, index, row), b = __shfl_sync(~0u, index, row + 16);
+            const __nv_bfloat16* kv = params.kv + next.item / params.queries_per_batch * params.kv_batch_stride + unit * 8;
+            const __nv_bfloat16* from_a = kv + max(a, 0) * params.kv_stride;
+            const __nv_bfloat16* from_b = kv + max(b, 0) * params.kv_stride;
+            const uint32_t bytes_a = a < 0 ? 0 : 16, bytes_b = b < 0 ? 0 : 16;
+            const uint32_t s = copied++ % kStages, dst = smem_address(shared.stage[s]) + offset;
+            advance();
+#pragma unroll
+            for (int c = 0; c < 4; ++c) {
+                copy16(dst + (half * 4 + c) * kChunkBytes, from_a + (half * 4 + c) * 64, bytes_a);
+                copy16(dst + (half * 4 + c) * kChunkBytes + 2048, from_b + (half * 4 + c) * 64, bytes_b);
+            }
+            copy16(dst + 8 * kChunkBytes + half * 2048, (half ? from_b : from_a) + 512, half ? bytes_b : bytes_a);
+            barrier_arrive_after_copies(smem_address(&shared.full[s]));
+        };
+        advance();
+        for (int i = 0; i < kStages; ++i) copy();
+
+        uint32_t round = 0;
+        for (int item = first_item; item < params.queries; item += item_stride, ++round) {
+            const int* selected = params.selected + static_cast<int64_t>(item) * params.keys;
+            const int steps = count_steps(selected, params.keys, lane);
+            const int todo = steps * (rank + 1) / kSplits - steps * rank / kSplits;
+            float acc[128];
+#pragma unroll
+            for (int i = 0; i < 128; ++i) acc[i] = 0.0f;
+            for (int i = 0; i < todo; ++i, ++it) {
+                const int s = it % kStages, buffer = it & 1;
+                barrier_wait(smem_address(&shared.p_full[buffer]), it / 2 & 1);
+                const float alpha0 = shared.alpha[buffer][row0], alpha1 = shared.alpha[buffer][row1];
+                if (__any_sync(~0u, alpha0 != 1.0f || alpha1 != 1.0f)) {
+#pragma unroll
+                    for (int j = 0; j < 128; ++j) acc[j] *= j % 4 < 2 ? alpha0 : alpha1;
+                }
+                fence_async();
+                const uint32_t p = smem_address(shared.p[buffer]);
+                const uint32_t v = smem_address(shared.stage[s]) + half * 4 * kChunkBytes;
+                pin(acc);
+                mma_fence();
+                mma_n256(acc, descriptor(p, 128, 512, kNone), descriptor(v, kChunkBytes, 1024, k128B));
+                mma_n256(acc, descriptor(p + 256, 128, 512, kNone), descriptor(v + 2048, kChunkBytes, 1024, k128B));
+                mma_commit();
+                mma_wait<0>();
+                pin(acc);
+                if (lane == 0) barrier_arrive(smem_address(&shared.p_empty[buffer]));
+                named_barrier(2 + half, 128);  // all four warps are done with these columns
+                copy();
+            }
+            barrier_wait(smem_address(&shared.stats_full), round & 1);
+            if (kSplits == 1) {
+                const float sum0 = shared.sum[row0], sum1 = shared.sum[row1];
+                __syncwarp();
+                if (lane == 0) barrier_arrive(smem_address(&shared.stats_empty));
+                const float inv0 = sum0 > 0.0f ? 1.0f / sum0 : 0.0f, inv1 = sum1 > 0.0f ? 1.0f / sum1 : 0.0f;
+                __nv_bfloat16* out = params.out + static_cast<int64_t>(item) * params.heads * kValue + half * 256 + lane % 4 * 2;
+                uint32_t* out0 = reinterpret_cast<uint32_t*>(out + row0 * kValue);
+                uint32_t* out1 = reinterpret_cast<uint32_t*>(out + row1 * kValue);
+#pragma unroll
+                for (int j = 0; j < 32; ++j) {
+                    if (row0 < params.heads) out0[4 * j] = pack(acc[4 * j] * inv0, acc[4 * j + 1] * inv0);
+                    if (row1 < params.heads) out1[4 * j] = pack(acc[4 * j + 2] * inv1, acc[4 * j + 3] * inv1);
+                }
+            } else {
+                named_barrier(4, 256);  // both mixers are done with the ring, which now holds the partial result
+                float* partial = reinterpret_cast<float*>(shared.stage) + half * 256 + lane % 4 * 2;
+#pragma unroll
+                for (int j = 0; j < 32; ++j) {
+                    *reinterpret_cast<float2*>(partial + row0 * kPartialStride + 8 * j) = make_float2(acc[4 * j], acc[4 * j + 1]);
+                    *reinterpret_cast<float2*>(partial + row1 * kPartialStride + 8 * j) = make_float2(acc[4 * j + 2], acc[4 * j + 3]);
+                }
+            }
+        }
+    }
+    if (kSplits > 1) {  // one query per cluster: every rank sums its share of the heads over all ranks, in rank order
+        cluster_arrive();
+        cluster_wait();
+        if (role >= 1) {
+            constexpr int kShare = kHeads / kSplits;
+            const int t = threadIdx.x - 128;
+            const int64_t item = first_item;
+            if (t < kShare) {
+                const int row = rank * kShare + t;
+                float top[kSplits], sum[kSplits], high = -INFINITY, total = 0.0f;
+#pragma unroll
+                for (int r = 0; r < kSplits; ++r) {
+                    top[r] = load_cluster(map_to_rank(smem_address(&shared.top[row]), r));
+                    sum[r] = load_cluster(map_to_rank(smem_address(&shared.sum[row]), r));
+                }
+#pragma unroll
+                for (int r = 0; r < kSplits; ++r) high = fmaxf(high, top[r]);
+                const float shift = high == -INFINITY ? 0.0f : high;
+#pragma unroll
+                for (int r = 0; r < kSplits; ++r) {
+                    top[r] = exp2f(top[r] - shift);
+                    total += sum[r] * top[r];
+                }
+#pragma unroll
+                for (int r = 0; r < kSplits; ++r) shared.weight[t * kSplits + r] = total > 0.0f ? top[r] / total : 0.0f;
+                if (row < params.heads)
+                    params.lse[item * params.heads + row] = total > 0.0f ? (high + log2f(total)) * 0.69314718056f : -INFINITY;
+            }
+            named_barrier(4, 256);
+            const uint32_t base = smem_address(shared.stage);
+#pragma unroll 4
+            for (int u = t; u < kShare * (kValue / 4); u += 256) {
+                const int local = u / (kValue / 4), col = u % (kValue / 4) * 4, row = rank * kShare + local;
+                const uint32_t addr = base + (row * kPartialStride + col) * 4;
+                float4 sum = make_float4(0, 0, 0, 0);
+#pragma unroll
+                for (int r = 0; r < kSplits; ++r) {
+                    const float4 v = load_cluster4(map_to_rank(addr, r));
+                    const float w = shared.weight[local * kSplits + r];
+                    sum.x = fmaf(w, v.x, sum.x), sum.y = fmaf(w, v.y, sum.y);
+                    sum.z = fmaf(w, v.z, sum.z), sum.w = fmaf(w, v.w, sum.w);
+                }
+                if (row < params.heads)
+                    *reinterpret_cast<uint2*>(params.out + (item * params.heads + row) * kValue + col) =
+                        make_uint2(pack(sum.x, sum.y), pack(sum.z, sum.w));
+            }
+        }
+        cluster_arrive();  // no block leaves while another reads its shared memory
+        cluster_wait();
+    }
+}
+
+template <int kSplits> cudaLaunchConfig_t configure(int blocks, cudaStream_t stream, cudaLaunchAttribute* cluster) {
+    cudaFuncSetAttribute(sparse_mla_kernel<kSplits>, cudaFuncAttributeMaxDynamicSharedMemorySize, sizeof(Shared));
+    cudaFuncSetAttribute(sparse_mla_kernel<kSplits>, cudaFuncAttributeNonPortableClusterSizeAllowed, 1);
+    cudaLaunchConfig_t config = {};
+    config.gridDim = dim3(blocks);
+    config.blockDim = dim3(384);
+    config.dynamicSmemBytes = sizeof(Shared);
+    config.stream = stream;
+    cluster->id = cudaLaunchAttributeClusterDimension;
+    cluster->val.clusterDim = {kSplits, 1, 1};
+    config.attrs = cluster;
+    config.numAttrs = kSplits > 1;
+    return config;
+}
+
+template <int kSplits> int launch(const Params& params, int blocks, cudaStream_t stream) {
+    cudaLaunchAttribute cluster;
+    cudaLaunchConfig_t config = configure<kSplits>(blocks, stream, &cluster);
+    return cudaLaunchKernelEx(&config, sparse_mla_kernel<kSplits>, params);
+}
+
+template <int kSplits> int capacity() {
+    cudaLaunchAttribute cluster;
+    cudaLaunchConfig_t config = configure<kSplits>(kSplits, nullptr, &cluster);
+    int clusters = 0;
+    return cudaOccupancyMaxActiveClusters(&clusters, sparse_mla_kernel<kSplits>, &config) == cudaSuccess ? clusters : -1;
+}
+
+}  // namespace
+
+extern "C" {
+
+// How many clusters of `splits` blocks this device runs at once; -1 on error.
+int sparse_mla_capacity(int splits) {
+    switch (splits) {
+        case 2: return capacity<2>();
+        case 4: return capacity<4>();
+        case 8: return capacity<8>();
+        case 16: return capacity<16>();
+    }
+    return -1;
+}
+
+// Returns a cudaError_t. `splits` is 1, 2, 4, 8 or 16; `blocks` is the persistent grid when `splits` is 1.
+int sparse_mla(const void* q, const void* kv, const void* selected, void* out, void* lse, int queries, int heads, int keys,
+               int queries_per_batch, int64_t q_stride, int64_t q_head_stride, int64_t kv_batch_stride, int64_t kv_stride,
+               float scale, int splits, int blocks, void* stream) {
+    Params params = {static_cast<const __nv_bfloat16*>(q), static_cast<const __nv_bfloat16*>(kv),
+                     static_cast<const int*>(selected), static_cast<__nv_bfloat16*>(out), static_cast<float*>(lse),
+                     queries, heads, keys, queries_per_batch, q_stride, q_head_stride, kv_batch_stride, kv_stride,
+                     scale * 1.4426950408889634f};
+    cudaStream_t s = static_cast<cudaStream_t>(stream);
+    switch (splits) {
+        case 1: return launch<1>(params, blocks, s);
+        case 2: return launch<2>(params, queries * 2, s);
+        case 4: return launch<4>(params, queries * 4, s);
+        case 8: return launch<8>(params, queries * 8, s);
+        case 16: return launch<16>(params, queries * 16, s);
+    }
+    return cudaErrorInvalidValue;
+}
+}

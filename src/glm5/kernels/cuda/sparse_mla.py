@@ -1,0 +1,123 @@
+"""Sparse MLA on Hopper: argument checks, the choice of splits, and the launch. The kernel is `sparse_mla.cu`.
+
+Read next: `sparse_mla.cu`, and `glm5.kernels.triton.sparse_mla` for the same operator on other devices.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from glm5.kernels.cuda.build import check, library
+
+HEADS, WIDTH, VALUE = 64, 576, 512
+SPLITS = (16, 8, 4, 2, 1)
+_P, _I, _L = ctypes.c_void_p, ctypes.c_int, ctypes.c_int64
+
+
+def sparse_mla(
+    q_BTHX: Tensor,
+    kv_BSX: Tensor,
+    selected_BTK: Tensor,
+    *,
+    value_dim: int,
+    scale: float,
+    splits: int | None = None,
+    out: tuple[Tensor, Tensor] | None = None,
+) -> tuple[Tensor, Tensor]:
+    """softmax(scale * q.k) v over selected rows; keys are whole rows, values their first `value_dim` columns.
+
+    Args:
+        q_BTHX: bf16 [B, T, H, 576], H <= 64, last dimension contiguous, B and T collapsible.
+        kv_BSX: bf16 [B, S, 576], last dimension contiguous; row and batch strides multiples of 8.
+        selected_BTK: int32 [B, T, K], contiguous, slots below S; -1 only at the end of a row.
+        value_dim: 512.
+        splits: blocks that share a query: 1, 2, 4, 8 or 16. None chooses by B * T, so that the choice, and with it
+            the rounding, depends on the batch; fix it for batch-invariant results.
+        out: (out_BTHC, lse_BTH) to write into, contiguous.
+
+    Returns:
+        out_BTHC bf16 [B, T, H, 512], zeros where nothing is selected; lse_BTH fp32, natural log, -inf there.
+
+    Raises:
+        ValueError: a shape, stride or dtype that the kernel does not take.
+    """
+    batch, queries, heads, width = q_BTHX.shape
+    if width != WIDTH or value_dim != VALUE or not 1 <= heads <= HEADS:
+        raise ValueError(
+            f"sparse_mla takes at most {HEADS} heads of {WIDTH}/{VALUE}, not {heads} of {width}/{value_dim}"
+        )
+    if any(x.dtype != torch.bfloat16 for x in (q_BTHX, kv_BSX)) or selected_BTK.dtype != torch.int32:
+        raise ValueError("sparse_mla takes bfloat16 q and kv and int32 positions")
+    if selected_BTK.shape[:2] != (batch, queries) or not selected_BTK.is_contiguous():
+        raise ValueError("sparse_mla takes contiguous positions of shape [B, T, K]")
+    if kv_BSX.shape[0] != batch or kv_BSX.shape[2] != WIDTH:
+        raise ValueError(f"sparse_mla: kv has shape {tuple(kv_BSX.shape)}, expected [{batch}, S, {WIDTH}]")
+    collapsible = batch == 1 or q_BTHX.stride(0) == queries * q_BTHX.stride(1)
+    strides = (q_BTHX.stride(1), q_BTHX.stride(2), kv_BSX.stride(0), kv_BSX.stride(1))
+    unit = q_BTHX.stride(3) == 1 and kv_BSX.stride(2) == 1
+    aligned = q_BTHX.data_ptr() % 16 == 0 and kv_BSX.data_ptr() % 16 == 0 and not any(s % 8 for s in strides)
+    if not (collapsible and unit and aligned):
+        raise ValueError("sparse_mla takes rows with contiguous columns, aligned to 16 bytes, and collapsible B, T")
+    rows = batch * queries
+    if out is None:
+        out = (
+            torch.empty(batch, queries, heads, VALUE, dtype=q_BTHX.dtype, device=q_BTHX.device),
+            torch.empty(batch, queries, heads, dtype=torch.float32, device=q_BTHX.device),
+        )
+    if rows == 0:
+        return out
+    if queries == 1:  # a singleton dimension's stride says nothing
+        strides = (q_BTHX.stride(0), *strides[1:])
+    device = q_BTHX.device.index or 0
+    if splits is None:
+        splits = choose_splits(rows, selected_BTK.shape[-1], device)
+    blocks = min(rows, _multiprocessors(device))
+    stream = torch.cuda.current_stream(q_BTHX.device).cuda_stream
+    status = _launcher()(
+        q_BTHX.data_ptr(), kv_BSX.data_ptr(), selected_BTK.data_ptr(), out[0].data_ptr(), out[1].data_ptr(),
+        rows, heads, selected_BTK.shape[-1], queries, *strides, scale, splits, blocks, stream,
+    )  # fmt: skip
+    check(status, "sparse_mla")
+    return out
+
+
+@functools.cache
+def choose_splits(rows: int, keys: int, device: int) -> int:
+    """The number of blocks per query that ends soonest by a count of steps: work per block times rounds of blocks."""
+    steps = -(-keys // 32)
+    best, best_cost = 1, float("inf")
+    for splits in SPLITS:
+        resident = _multiprocessors(device) if splits == 1 else clusters_at_once(splits, device)
+        if resident < 1:
+            continue
+        # Entering and leaving a block costs about as much as 6 steps; combining about as much as 4.
+        rounds = -(-rows // resident)
+        cost = rounds * (-(-steps // splits) + (4 if splits > 1 else 0)) + (6 if splits == 1 else 6 * rounds)
+        if cost < best_cost:
+            best, best_cost = splits, cost
+    return best
+
+
+@functools.cache
+def clusters_at_once(splits: int, device: int) -> int:
+    """How many clusters of `splits` blocks the device runs at the same time."""
+    with torch.cuda.device(device):
+        return library().sparse_mla_capacity(splits)
+
+
+@functools.cache
+def _multiprocessors(device: int) -> int:
+    return torch.cuda.get_device_properties(device).multi_processor_count
+
+
+@functools.cache
+def _launcher() -> Callable[..., int]:
+    function = library().sparse_mla
+    function.argtypes = [_P] * 5 + [_I] * 4 + [_L] * 4 + [ctypes.c_float, _I, _I, _P]
+    function.restype = _I
+    return function

@@ -1,0 +1,377 @@
+// Exact, stable top-k of fp32 rows (k <= 2,048): higher score first, ties to the lower position; positions ascending.
+// Source: report section 3.2 (a non-deterministic selection ruins reinforcement learning).
+//
+// One pass over a row in device memory, in the common case:
+//   1. a spread sample of 4,096 scores gives a threshold that about 1.3 to 1.7 k scores are expected to reach;
+//   2. every score that reaches it is appended to a list in shared memory, in whatever order the warps arrive;
+//   3. the exact k-th largest key of the list is found by histograms that adapt to the range of what is left;
+//   4. winners, and ties at the k-th key, set bits in two bitmaps over positions; a prefix sum over the words admits
+//      the lowest ties and writes positions in order. The order of step 2 never shows: the result is the same always.
+// If the list overflows or falls short (heavy ties, adversarial rows), the row is done again by plain radix selection
+// over device memory: slower, equally exact. Long rows of small batches are shared by a cluster of blocks, which push
+// their lists to rank 0.
+#include <cooperative_groups.h>
+#include <float.h>
+
+#include "hopper.cuh"
+
+namespace cg = cooperative_groups;
+
+namespace {
+
+constexpr int kListMax = 4864, kBins = 2048, kBinBits = 11, kSampleVectors = 1024, kLargestK = 2048;
+
+struct Params {
+    const float* scores;      // [N, S], row stride `stride`
+    const int *first, *last;  // [N] inclusive bounds, or null: the whole row
+    int* out;                 // [N, width], -1 padded
+    int rows, slots, k, width;
+    int64_t stride;
+};
+
+struct Shared {
+    uint32_t key[kListMax];
+    int position[kListMax];
+    uint32_t histogram[kBins];
+    int warp_a[32], warp_b[32];
+    uint32_t low, high;
+    int count, bin, above, in_bin;
+};
+
+// Order-preserving map of floats to unsigned integers; -0 and +0 are equal.
+__device__ __forceinline__ uint32_t to_key(float x) {
+    const uint32_t u = __float_as_uint(x + 0.0f);
+    return u ^ (static_cast<int32_t>(u) < 0 ? 0xFFFFFFFFu : 0x80000000u);
+}
+__device__ __forceinline__ float from_key(uint32_t key) {
+    return __uint_as_float(key ^ (key & 0x80000000u ? 0x80000000u : 0xFFFFFFFFu));
+}
+
+// Inclusive sums over the block of two counters.
+template <int kThreads> __device__ __forceinline__ void block_scan(int& a, int& b, Shared& shared) {
+    const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+#pragma unroll
+    for (int d = 1; d < 32; d *= 2) {
+        const int ua = __shfl_up_sync(~0u, a, d), ub = __shfl_up_sync(~0u, b, d);
+        if (lane >= d) a += ua, b += ub;
+    }
+    __syncthreads();
+    if (lane == 31) shared.warp_a[warp] = a, shared.warp_b[warp] = b;
+    __syncthreads();
+    int base_a = lane < warp ? shared.warp_a[lane] : 0, base_b = lane < warp ? shared.warp_b[lane] : 0;
+    a += __reduce_add_sync(~0u, base_a);
+    b += __reduce_add_sync(~0u, base_b);
+}
+
+// With the histogram filled: the bin, counted from the top, where the running count reaches `rank`.
+template <int kThreads> __device__ __forceinline__ void find_bin(int rank, Shared& shared) {
+    constexpr int kEach = kBins / kThreads;
+    int count[kEach], sum = 0, unused = 0;
+#pragma unroll
+    for (int i = 0; i < kEach; ++i) {
+        count[i] = shared.histogram[kBins - 1 - (threadIdx.x * kEach + i)];
+        sum += count[i];
+    }
+    int upto = sum;
+    block_scan<kThreads>(upto, unused, shared);
+    int above = upto - sum;
+#pragma unroll
+    for (int i = 0; i < kEach; ++i) {
+        if (above < rank && above + count[i] >= rank)
+            shared.bin = kBins - 1 - (threadIdx.x * kEach + i), shared.above = above, shared.in_bin = count[i];
+        above += count[i];
+    }
+    __syncthreads();
+}
+
+// Keys above `key` are in; of those equal to it, the first `ties`.
+struct Threshold {
+    uint32_t key;
+    int ties;
+};
+
+// The rank-th largest of n keys in shared memory, n >= rank >= 1. Stops early once at most `slack` keys too many
+// would be let in; slack 0 is exact.
+template <int kThreads> __device__ Threshold select(int n, int rank, int slack, Shared& shared) {
+    uint32_t low = 0, high = 0xFFFFFFFFu;
+    int above = 0;  // keys over `high`
+    while (true) {
+        if (threadIdx.x == 0) shared.low = 0xFFFFFFFFu, shared.high = 0;
+        for (int i = threadIdx.x; i < kBins; i += kThreads) shared.histogram[i] = 0;
+        __syncthreads();
+        uint32_t least = 0xFFFFFFFFu, most = 0;
+        for (int i = threadIdx.x; i < n; i += kThreads) {
+            const uint32_t key = shared.key[i];
+            if (key >= low && key <= high) least = min(least, key), most = max(most, key);
+        }
+        least = __reduce_min_sync(~0u, least), most = __reduce_max_sync(~0u, most);
+        if (threadIdx.x % 32 == 0 && least <= most) atomicMin(&shared.low, least), atomicMax(&shared.high, most);
+        __syncthreads();
+        low = shared.low, high = shared.high;
+        const int shift = max(0, 32 - __clz(high - low) - kBinBits);
+        for (int i = threadIdx.x; i < n; i += kThreads) {
+            const uint32_t key = shared.key[i];
+            if (key >= low && key <= high) atomicAdd(&shared.histogram[(key - low) >> shift], 1u);
+        }
+        __syncthreads();
+        find_bin<kThreads>(rank - above, shared);
+        const int need = rank - above - shared.above, found = shared.in_bin;
+        const uint32_t edge = low + (static_cast<uint32_t>(shared.bin) << shift);
+        if (found - need <= slack) return {edge - 1, 0};  // the whole bin is in
+        if (shift == 0) return {edge, need};
+        above += shared.above;
+        low = edge, high = min(high, edge + ((1u << shift) - 1));
+        __syncthreads();
+    }
+}
+
+// Vectors of 4 scores at 4 * v, with what lies outside [first, last] replaced by -inf.
+template <bool kAligned> __device__ __forceinline__ float4 load4(const float* row, int v, int first, int last) {
+    const int at = 4 * v;
+    float4 x = make_float4(-INFINITY, -INFINITY, -INFINITY, -INFINITY);
+    if (kAligned && at >= first && at + 3 <= last) return __ldg(reinterpret_cast<const float4*>(row + at));
+    if (at >= first && at <= last) x.x = __ldg(row + at);
+    if (at + 1 >= first && at + 1 <= last) x.y = __ldg(row + at + 1);
+    if (at + 2 >= first && at + 2 <= last) x.z = __ldg(row + at + 2);
+    if (at + 3 >= first && at + 3 <= last) x.w = __ldg(row + at + 3);
+    return x;
+}
+
+// Plain radix selection over device memory, then the bitmaps; by one block.
+template <int kThreads>
+__device__ void select_slowly(const float* row, int first, int last, int k, int words, uint32_t* won, uint32_t* tied,
+                              Shared& shared, Threshold& threshold) {
+    const int lane = threadIdx.x % 32, origin = first & ~31, warps = kThreads / 32;
+    uint32_t prefix = 0;
+    int rank = k, shift = 32;
+    bool everything = false;
+    threshold = {0, 0};
+    while (shift > 0) {
+        const int bits = min(kBinBits, shift), next = shift - bits;
+        for (int i = threadIdx.x; i < kBins; i += kThreads) shared.histogram[i] = 0;
+        if (threadIdx.x == 0) shared.count = 0;
+        __syncthreads();
+        for (int w = threadIdx.x / 32; w < words; w += warps) {
+            const int at = origin + 32 * w + lane;
+            const float x = at >= first && at <= last ? row[at] : -INFINITY;
+            const uint32_t key = to_key(x);
+            const bool member = x > -INFINITY && (shift == 32 || key >> shift == prefix);
+            const uint32_t bin = key >> next & ((1u << bits) - 1), members = __ballot_sync(~0u, member);
+            if (!members) continue;
+            const uint32_t leader_bin = __shfl_sync(~0u, bin, __ffs(members) - 1);
+            if (__all_sync(~0u, !member || bin == leader_bin)) {  // ties by the thousand would queue on one counter
+                if (lane == 0) atomicAdd(&shared.histogram[leader_bin], __popc(members));
+            } else if (member) {
+                atomicAdd(&shared.histogram[bin], 1u);
+            }
+            if (lane == 0) atomicAdd(&shared.count, __popc(members));
+        }
+        __syncthreads();
+        if (shift == 32 && shared.count <= k) {
+            everything = true;
+            break;
+        }
+        find_bin<kThreads>(rank, shared);
+        rank -= shared.above;
+        prefix = prefix << bits | shared.bin;
+        shift = next;
+        __syncthreads();
+    }
+    if (!everything) threshold = {prefix, rank};
+    for (int w = threadIdx.x / 32; w < words; w += warps) {
+        const int at = origin + 32 * w + lane;
+        const float x = at >= first && at <= last ? row[at] : -INFINITY;
+        const uint32_t key = to_key(x);
+        const uint32_t above = __ballot_sync(~0u, x > -INFINITY && key > threshold.key);
+        const uint32_t equal = __ballot_sync(~0u, x > -INFINITY && key == threshold.key && !everything);
+        if (lane == 0) won[w] = above, tied[w] = equal;
+    }
+    __syncthreads();
+}
+
+template <int kCluster, int kThreads, bool kAligned>
+__global__ void __launch_bounds__(kThreads) stable_topk_kernel(const Params params) {
+    extern __shared__ __align__(16) uint8_t raw[];
+    Shared& shared = *reinterpret_cast<Shared*>(raw);
+    const int n = blockIdx.x / kCluster, lane = threadIdx.x % 32;
+    const int rank = kCluster > 1 ? static_cast<int>(hopper::cluster_rank()) : 0;
+    const float* row = params.scores + n * params.stride;
+    int* out = params.out + static_cast<int64_t>(n) * params.width;
+    const int first = params.first ? max(0, params.first[n]) : 0;
+    const int last = params.last ? min(params.last[n], params.slots - 1) : params.slots - 1;
+    const int span = max(0, last - first + 1), k = min(params.k, params.width);
+
+    if (threadIdx.x == 0) shared.count = 0;
+    __syncthreads();
+    if (kCluster > 1) hopper::cluster_arrive();  // rank 0's counter is ready; awaited before the pushes
+
+    const int begin4 = first / 4, end4 = span ? last / 4 + 1 : begin4, vectors = end4 - begin4;
+    float floor = -FLT_MAX;
+    if (span > kListMax) {  // step 1
+        int size = 0;
+        for (int i = threadIdx.x; i < kSampleVectors; i += kThreads) {
+            const int from = static_cast<int64_t>(i) * vectors / kSampleVectors;
+            const int stride = max(1, static_cast<int>(static_cast<int64_t>(i + 1) * vectors / kSampleVectors) - from);
+            const float4 x = load4<kAligned>(row, begin4 + from + (i * 2654435761u >> 8) % stride, first, last);
+            shared.key[4 * i] = to_key(x.x), shared.key[4 * i + 1] = to_key(x.y);
+            shared.key[4 * i + 2] = to_key(x.z), shared.key[4 * i + 3] = to_key(x.w);
+            size += (x.x > -INFINITY) + (x.y > -INFINITY) + (x.z > -INFINITY) + (x.w > -INFINITY);
+        }
+        int unused = 0;
+        block_scan<kThreads>(size, unused, shared);
+        if (threadIdx.x == kThreads - 1) shared.in_bin = size;
+        __syncthreads();
+        size = shared.in_bin;
+        const float expected = static_cast<float>(4 * kSampleVectors) * k / span;
+        const int aim = static_cast<int>(expected + 5.0f * sqrtf(expected) + 4.0f);
+        if (aim < size) {
+            const Threshold t = select<kThreads>(4 * kSampleVectors, aim, aim / 16, shared);
+            floor = fmaxf(-FLT_MAX, from_key(t.ties ? t.key : t.key + 1));
+        }
+        __syncthreads();
+    }
+
+    // Step 2. This block's share of the vectors; 4 in flight per thread, the next 4 requested before these are used.
+    const int share = (vectors + kCluster - 1) / kCluster;
+    const int from = begin4 + share * rank, to = min(end4, from + share);
+    constexpr int kBatch = 4;
+    float4 now[kBatch], later[kBatch];
+    auto fetch = [&](float4 (&x)[kBatch], int v) {
+#pragma unroll
+        for (int i = 0; i < kBatch; ++i) {
+            const int at = v + i * kThreads + static_cast<int>(threadIdx.x);
+            x[i] = at < to ? load4<kAligned>(row, at, first, last) : make_float4(-INFINITY, -INFINITY, -INFINITY, -INFINITY);
+        }
+    };
+    if (from < to) fetch(now, from);
+    for (int v = from; v < to; v += kBatch * kThreads) {
+        if (v + kBatch * kThreads < to) fetch(later, v + kBatch * kThreads);
+        uint32_t hits = 0;
+#pragma unroll
+        for (int i = 0; i < kBatch; ++i)
+            hits |= (now[i].x >= floor) << 4 * i | (now[i].y >= floor) << (4 * i + 1) | (now[i].z >= floor) << (4 * i + 2) |
+                    (now[i].w >= floor) << (4 * i + 3);
+        int mine = __popc(hits), upto = mine;
+#pragma unroll
+        for (int d = 1; d < 32; d *= 2) {
+            const int u = __shfl_up_sync(~0u, upto, d);
+            if (lane >= d) upto += u;
+        }
+        int base = 0;
+        if (lane == 31 && upto > 0) base = atomicAdd(&shared.count, upto);
+        int at = __shfl_sync(~0u, base, 31) + upto - mine;
+#pragma unroll
+        for (int i = 0; i < kBatch; ++i) {
+            const float x[4] = {now[i].x, now[i].y, now[i].z, now[i].w};
+#pragma unroll
+            for (int j = 0; j < 4; ++j) {
+                if (hits >> (4 * i + j) & 1) {
+                    if (at < kListMax) {
+                        shared.key[at] = to_key(x[j]);
+                        shared.position[at] = 4 * (v + i * kThreads + static_cast<int>(threadIdx.x)) + j;
+                    }
+                    ++at;
+                }
+            }
+            now[i] = later[i];
+        }
+    }
+    __syncthreads();
+    if (kCluster > 1) {
+        hopper::cluster_wait();
+        if (rank != 0) {
+            Shared& lead = *cg::this_cluster().map_shared_rank(&shared, 0);
+            const int size = shared.count;
+            if (threadIdx.x == 0) shared.bin = atomicAdd(&lead.count, size);
+            __syncthreads();
+            const int offset = shared.bin;
+            for (int i = threadIdx.x; i < min(size, kListMax) && offset + i < kListMax; i += kThreads)
+                lead.key[offset + i] = shared.key[i], lead.position[offset + i] = shared.position[i];
+        }
+        hopper::cluster_arrive();
+        hopper::cluster_wait();
+        if (rank != 0) return;
+    }
+
+    const int size = shared.count, origin = first & ~31;
+    const int words = span ? (last - origin) / 32 + 1 : 0;
+    const int each = (words + kThreads - 1) / kThreads | 1;  // words a thread; odd, so that threads meet distinct banks
+    uint32_t* won = reinterpret_cast<uint32_t*>(raw + sizeof(Shared));
+    uint32_t* tied = won + words;
+    Threshold threshold = {0, 0};
+    __syncthreads();
+    if (size > kListMax || (size < k && floor > -FLT_MAX)) {
+        select_slowly<kThreads>(row, first, last, k, words, won, tied, shared, threshold);
+    } else {
+        for (int i = threadIdx.x; i < 2 * words; i += kThreads) won[i] = 0;
+        if (size > k) threshold = select<kThreads>(size, k, 0, shared);  // step 3
+        __syncthreads();
+        for (int i = threadIdx.x; i < size; i += kThreads) {  // step 4
+            const uint32_t key = shared.key[i], at = shared.position[i] - origin;
+            if (key >= threshold.key) atomicOr((key > threshold.key ? won : tied) + at / 32, 1u << at % 32);
+        }
+        __syncthreads();
+    }
+    int wins = 0, ties = 0;
+    const int word0 = threadIdx.x * each;
+    for (int w = word0; w < min(words, word0 + each); ++w) wins += __popc(won[w]), ties += __popc(tied[w]);
+    int wins_upto = wins, ties_upto = ties;
+    block_scan<kThreads>(wins_upto, ties_upto, shared);
+    int ties_before = ties_upto - ties, at = wins_upto - wins + min(ties_before, threshold.ties);
+    for (int w = word0; w < min(words, word0 + each); ++w) {
+        uint32_t bits = won[w], equal = tied[w];
+        while (equal && ties_before < threshold.ties) {
+            bits |= equal & -equal;
+            equal &= equal - 1;
+            ++ties_before;
+        }
+        for (; bits; bits &= bits - 1) out[at++] = origin + 32 * w + __ffs(bits) - 1;
+    }
+    if (threadIdx.x == kThreads - 1) shared.count = at;
+    __syncthreads();
+    for (int i = shared.count + threadIdx.x; i < params.width; i += kThreads) out[i] = -1;
+}
+
+template <int kCluster, int kThreads, bool kAligned> int launch(const Params& params, cudaStream_t stream) {
+    const auto kernel = stable_topk_kernel<kCluster, kThreads, kAligned>;
+    const int bytes = sizeof(Shared) + 8 * (params.slots / 32 + 2);
+    if (bytes > 227 * 1024) return cudaErrorInvalidValue;
+    cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes);
+    cudaFuncSetAttribute(kernel, cudaFuncAttributeNonPortableClusterSizeAllowed, 1);
+    cudaLaunchAttribute cluster;
+    cluster.id = cudaLaunchAttributeClusterDimension;
+    cluster.val.clusterDim = {kCluster, 1, 1};
+    cudaLaunchConfig_t config = {};
+    config.gridDim = dim3(params.rows * kCluster);
+    config.blockDim = dim3(kThreads);
+    config.dynamicSmemBytes = bytes;
+    config.stream = stream;
+    config.attrs = &cluster;
+    config.numAttrs = kCluster > 1;
+    return cudaLaunchKernelEx(&config, kernel, params);
+}
+
+}  // namespace
+
+// Returns a cudaError_t. `cluster` is 1, 2, 4, 8 or 16 blocks a row.
+extern "C" int stable_topk(const void* scores, const void* first, const void* last, void* out, int rows, int slots, int k,
+                           int width, int64_t stride, int cluster, void* stream) {
+    if (k < 1 || k > kLargestK || rows < 1) return cudaErrorInvalidValue;
+    const Params params = {static_cast<const float*>(scores), static_cast<const int*>(first), static_cast<const int*>(last),
+                           static_cast<int*>(out), rows, slots, k, width, stride};
+    const bool aligned = stride % 4 == 0 && reinterpret_cast<uintptr_t>(scores) % 16 == 0;
+    cudaStream_t s = static_cast<cudaStream_t>(stream);
+    switch (cluster * 2 + aligned) {
+        case 2: return launch<1, 512, false>(params, s);
+        case 3: return launch<1, 512, true>(params, s);
+        case 4: return launch<2, 1024, false>(params, s);
+        case 5: return launch<2, 1024, true>(params, s);
+        case 8: return launch<4, 1024, false>(params, s);
+        case 9: return launch<4, 1024, true>(params, s);
+        case 16: return launch<8, 1024, false>(params, s);
+        case 17: return launch<8, 1024, true>(params, s);
+        case 32: return launch<16, 1024, false>(params, s);
+        case 33: return launch<16, 1024, true>(params, s);
+    }
+    return cudaErrorInvalidValue;
+}

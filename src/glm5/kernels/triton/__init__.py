@@ -1,0 +1,46 @@
+"""Fast operators written in Triton, one module each; importing this package does not import triton.
+
+`available()` says whether they can run. The operators: `sparse_mla`, `index_scores`, `index_select`,
+`grouped_swiglu`. They run on any device that Triton compiles for and, with TRITON_INTERPRET=1, on the CPU.
+`glm5.kernels.cuda` has faster versions of some for Hopper. `docs/kernels.md` has ideas and measurements.
+Read next: `sparse_mla`.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import os
+from typing import Any
+
+import torch
+
+_HOME = {
+    "sparse_mla": "glm5.kernels.triton.sparse_mla",
+    "index_scores": "glm5.kernels.triton.index_scores",
+    "index_select": "glm5.kernels.triton.index_scores",
+    "grouped_swiglu": "glm5.kernels.triton.moe",
+}
+__all__ = ["available", *_HOME]
+
+
+def available() -> tuple[bool, str]:
+    """Whether these kernels can run here, and why or why not."""
+    if importlib.util.find_spec("triton") is None:
+        return False, "triton is not installed (the `gpu` extra)"
+    if os.environ.get("TRITON_INTERPRET") == "1":
+        return True, "Triton's interpreter"
+    if not torch.cuda.is_available():
+        return False, "no CUDA device"
+    major, minor = torch.cuda.get_device_capability()
+    if major < 8:
+        return False, f"needs compute capability 8.0 or newer, this device has {major}.{minor}"
+    return True, f"CUDA device of compute capability {major}.{minor}"
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOME:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value = getattr(importlib.import_module(_HOME[name]), name)
+    globals()[name] = value
+    return value

@@ -1,0 +1,195 @@
+"""Grouped SwiGLU experts in Triton: each token's chosen experts, from one token to many thousands.
+
+Source: report section 2.1, DeepSeek-V3. Five launches: count the (token, expert) pairs by expert; scatter them into
+segments; gate and up products with SwiGLU; down product; weighted sum over a token's experts. The order of pairs in a
+segment is a race, which no result shows: a pair's row is computed by itself, and the last sum runs in the order of the
+token's choices. Weights are the rows of the matrix instruction and tokens its columns, so that a segment of 16 tokens
+wastes no rows. Read next: `glm5.kernels.moe`, the specification.
+"""
+
+# mypy: disallow-untyped-defs=false, disallow-incomplete-defs=false
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+
+@triton.jit
+def _count(expert_ptr, offset_ptr, cursor_ptr, pairs, E: tl.constexpr, P: tl.constexpr, CHUNK: tl.constexpr):
+    """offset[e] = pairs of experts before e (offset[E] = all of them); cursor = offset, for the scatter."""
+    slot_P = tl.arange(0, P)
+    count_P = tl.zeros([P], tl.int32)
+    for start in range(0, pairs, CHUNK):
+        at = start + tl.arange(0, CHUNK)
+        real = at < pairs
+        expert = tl.load(expert_ptr + at, mask=real, other=0).to(tl.int32)
+        count_P += tl.histogram(expert, P, mask=real)
+    upto_P = tl.cumsum(count_P, 0)
+    tl.store(offset_ptr + slot_P, upto_P - count_P, mask=slot_P < E)
+    tl.store(cursor_ptr + slot_P, upto_P - count_P, mask=slot_P < E)
+    tl.store(offset_ptr + 1 + slot_P, upto_P, mask=slot_P == E - 1)
+
+
+@triton.jit
+def _scatter(expert_ptr, cursor_ptr, pair_ptr, pairs, CHUNK: tl.constexpr):
+    """pair[position] = index of a (token, choice) pair, grouped by expert."""
+    at = tl.program_id(0) * CHUNK + tl.arange(0, CHUNK)
+    real = at < pairs
+    expert = tl.load(expert_ptr + at, mask=real, other=0)
+    position = tl.atomic_add(cursor_ptr + expert, 1, mask=real)
+    tl.store(pair_ptr + position, at, mask=real)
+
+
+@triton.jit
+def _tile(offset_ptr, tile, E: tl.constexpr, P: tl.constexpr, BLOCK_M: tl.constexpr):
+    """The expert of a tile of BLOCK_M pairs, and the tile's first and past-the-last position; expert E if none."""
+    slot_P = tl.arange(0, P)
+    from_P = tl.load(offset_ptr + slot_P, mask=slot_P < E, other=0)
+    to_P = tl.load(offset_ptr + slot_P + 1, mask=slot_P < E, other=0)
+    tiles_P = tl.where(slot_P < E, tl.cdiv(to_P - from_P, BLOCK_M), 0)
+    upto_P = tl.cumsum(tiles_P, 0)
+    expert = tl.sum((upto_P <= tile).to(tl.int32), 0)
+    before = tl.sum(tl.where(slot_P < expert, tiles_P, 0), 0)
+    first = tl.sum(tl.where(slot_P == expert, from_P, 0), 0) + (tile - before) * BLOCK_M
+    past = tl.sum(tl.where(slot_P == expert, to_P, 0), 0)
+    return tl.minimum(expert, E), first, past
+
+
+@triton.jit
+def _gate_up(
+    x_ptr, weight_ptr, pair_ptr, offset_ptr, hidden_ptr, D, F, x_stride,
+    M: tl.constexpr, E: tl.constexpr, P: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
+):  # fmt: skip
+    """hidden[position] = silu(gate x) * up x."""
+    expert, first, past = _tile(offset_ptr, tl.program_id(1), E, P, BLOCK_M)
+    if expert == E:
+        return
+    row_M = first + tl.arange(0, BLOCK_M)
+    real_M = row_M < past
+    token_M = tl.load(pair_ptr + row_M, mask=real_M, other=0) // M
+    col_N = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+    col_D = tl.arange(0, BLOCK_D)
+    base = weight_ptr + expert.to(tl.int64) * (2 * F) * D
+    gate_ND = base + col_N[:, None].to(tl.int64) * D + col_D[None, :]
+    x_DM = x_ptr + token_M[None, :].to(tl.int64) * x_stride + col_D[:, None]
+    gate_NM = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
+    up_NM = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
+    for d in range(0, D, BLOCK_D):
+        rest = D - d
+        gate = tl.load(gate_ND + d, mask=(col_N < F)[:, None] & (col_D < rest)[None, :], other=0.0)
+        up = tl.load(gate_ND + F * D + d, mask=(col_N < F)[:, None] & (col_D < rest)[None, :], other=0.0)
+        x = tl.load(x_DM + d, mask=real_M[None, :] & (col_D < rest)[:, None], other=0.0)
+        gate_NM = tl.dot(gate, x, acc=gate_NM)
+        up_NM = tl.dot(up, x, acc=up_NM)
+    # As in the specification: the products are rounded before SwiGLU.
+    kind = hidden_ptr.dtype.element_ty
+    gate_NM = gate_NM.to(kind).to(tl.float32)
+    hidden = (gate_NM / (1.0 + tl.exp(-gate_NM))).to(kind) * up_NM.to(kind)
+    target = hidden_ptr + row_M[None, :].to(tl.int64) * F + col_N[:, None]
+    tl.store(target, hidden, mask=real_M[None, :] & (col_N < F)[:, None])
+
+
+@triton.jit
+def _down(
+    hidden_ptr, weight_ptr, pair_ptr, offset_ptr, part_ptr, D, F,
+    E: tl.constexpr, P: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_F: tl.constexpr,
+):  # fmt: skip
+    """part[pair] = down hidden."""
+    expert, first, past = _tile(offset_ptr, tl.program_id(1), E, P, BLOCK_M)
+    if expert == E:
+        return
+    row_M = first + tl.arange(0, BLOCK_M)
+    real_M = row_M < past
+    pair_M = tl.load(pair_ptr + row_M, mask=real_M, other=0)
+    col_N = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+    col_F = tl.arange(0, BLOCK_F)
+    weight_NF = weight_ptr + expert.to(tl.int64) * D * F + col_N[:, None].to(tl.int64) * F + col_F[None, :]
+    hidden_FM = hidden_ptr + row_M[None, :].to(tl.int64) * F + col_F[:, None]
+    acc_NM = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
+    for f in range(0, F, BLOCK_F):
+        rest = F - f
+        weight = tl.load(weight_NF + f, mask=(col_N < D)[:, None] & (col_F < rest)[None, :], other=0.0)
+        hidden = tl.load(hidden_FM + f, mask=real_M[None, :] & (col_F < rest)[:, None], other=0.0)
+        acc_NM = tl.dot(weight, hidden, acc=acc_NM)
+    target = part_ptr + pair_M[None, :].to(tl.int64) * D + col_N[:, None]
+    tl.store(target, acc_NM.to(part_ptr.dtype.element_ty), mask=real_M[None, :] & (col_N < D)[:, None])
+
+
+@triton.jit
+def _mix(part_ptr, weight_ptr, y_ptr, D, M: tl.constexpr, BLOCK_D: tl.constexpr):
+    """y[token] = sum over its choices of weight * part, in fp32, in the order of the choices."""
+    token = tl.program_id(0).to(tl.int64)
+    col = tl.program_id(1) * BLOCK_D + tl.arange(0, BLOCK_D)
+    real = col < D
+    acc = tl.zeros([BLOCK_D], tl.float32)
+    for m in tl.static_range(M):
+        weight = tl.load(weight_ptr + token * M + m)
+        acc += weight * tl.load(part_ptr + (token * M + m) * D + col, mask=real, other=0.0).to(tl.float32)
+    tl.store(y_ptr + token * D + col, acc.to(y_ptr.dtype.element_ty), mask=real)
+
+
+def grouped_swiglu(
+    x_ND: Tensor,
+    gate_up_EFD: Tensor,
+    down_EDF: Tensor,
+    expert_NM: Tensor,
+    weight_NM: Tensor,
+    *,
+    tiles: tuple[tuple[int, ...], tuple[int, ...]] | None = None,
+) -> Tensor:
+    """Sum over each token's M experts of weight * down(silu(gate x) * up x). No gradient.
+
+    Args:
+        x_ND: tokens, bf16, fp16 or fp32, contiguous columns. gate_up_EFD: [E, 2F, D] contiguous, gate rows then up
+            rows. down_EDF: [E, D, F] contiguous. expert_NM: int32 or int64 ids below E. weight_NM: fp32, contiguous.
+        tiles: (tokens, rows of weights, depth, warps, stages) of the gate-up and of the down product; None takes
+            what was measured best for the number of tokens an expert gets.
+
+    Returns:
+        [N, D] in x's dtype.
+    """
+    tokens, width = x_ND.shape
+    experts, _, inner = down_EDF.shape
+    choices = expert_NM.shape[1]
+    y_ND = torch.empty_like(x_ND, memory_format=torch.contiguous_format)
+    if tokens == 0:
+        return y_ND
+    if x_ND.stride(1) != 1 or not all(t.is_contiguous() for t in (gate_up_EFD, down_EDF, expert_NM, weight_NM)):
+        raise ValueError("grouped_swiglu takes contiguous weights, ids and mixture weights, and contiguous token rows")
+    first, second = tiles or _tiles(tokens * choices / experts)
+    if first[0] != second[0]:
+        raise ValueError("both products must share the tile of tokens")
+    pairs, block_m, padded = tokens * choices, first[0], triton.next_power_of_2(experts)
+    offset = torch.empty(experts + 1, dtype=torch.int32, device=x_ND.device)
+    cursor = torch.empty(experts, dtype=torch.int32, device=x_ND.device)
+    pair = torch.empty(pairs, dtype=torch.int32, device=x_ND.device)
+    hidden = x_ND.new_empty(pairs, inner)
+    part = x_ND.new_empty(pairs, width)
+    _count[(1,)](expert_NM, offset, cursor, pairs, E=experts, P=padded, CHUNK=1024, num_warps=8)
+    _scatter[(triton.cdiv(pairs, 256),)](expert_NM, cursor, pair, pairs, CHUNK=256)
+    most = min(pairs, pairs // block_m + experts)  # tiles of tokens, each expert's last one partly filled
+    _gate_up[(triton.cdiv(inner, first[1]), most)](
+        x_ND, gate_up_EFD, pair, offset, hidden, width, inner, x_ND.stride(0),
+        M=choices, E=experts, P=padded, BLOCK_M=block_m, BLOCK_N=first[1], BLOCK_D=first[2],
+        num_warps=first[3], num_stages=first[4],
+    )  # fmt: skip
+    _down[(triton.cdiv(width, second[1]), most)](
+        hidden, down_EDF, pair, offset, part, width, inner,
+        E=experts, P=padded, BLOCK_M=block_m, BLOCK_N=second[1], BLOCK_F=second[2],
+        num_warps=second[3], num_stages=second[4],
+    )  # fmt: skip
+    _mix[(tokens, triton.cdiv(width, 2048))](part, weight_NM, y_ND, width, M=choices, BLOCK_D=2048)
+    return y_ND
+
+
+def _tiles(pairs_each: float) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """By the pairs an expert gets on average."""
+    if pairs_each <= 12:
+        return (16, 64, 128, 4, 4), (16, 128, 128, 4, 4)
+    if pairs_each <= 48:
+        return (64, 64, 64, 4, 4), (64, 128, 64, 4, 4)
+    return (128, 128, 64, 8, 4), (128, 256, 64, 8, 4)
