@@ -121,6 +121,7 @@ class Cache:
         """Forget everything from `length` on (per row, or one for all). Never grows a row."""
         limit = torch.as_tensor(length, device=self.length_B.device)
         self.length_B = torch.minimum(self.length_B, limit.expand_as(self.length_B))
+        self.first_B = torch.minimum(self.first_B, self.length_B)  # a row cut inside its left padding starts anew
         if self.uniform is not None:
             same = isinstance(length, int) or self.batch == 1
             self.uniform = min(self.uniform, int(limit)) if same else None

@@ -9,7 +9,7 @@ The module tree's names are the public checkpoint's, so that a state dict needs 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -195,22 +195,21 @@ class GLM5(nn.Module):
             documents: as in `forward`; a position whose prediction would cross a document must get loss weight 0.
         """
         batch, tokens = hidden_BTD.shape[:2]
-        visible = (
-            Visibility.causal(batch, tokens, device=self.device)
-            if documents is None
-            else Visibility.documents(documents)
-        )
-        rope = self._rope((visible.last_BT - visible.first_BT).clamp(min=0), hidden_BTD.dtype)
         embedded = self.model.embed_tokens(ids_BS)
         for depth in range(1, depths + 1):
             n = min(tokens, ids_BS.shape[1] - depth)
             if n < 1:
                 return
+            visible = (
+                Visibility.causal(batch, n, device=self.device)
+                if documents is None
+                else Visibility.documents(documents[:, :n])
+            )
             hidden_BTD = self.mtp.predict(
                 embedded[:, depth : depth + n],
                 hidden_BTD[:, :n],
-                (rope[0][:, :n], rope[1][:, :n]),
-                visible.tile(0, n),
+                self._rope((visible.last_BT - visible.first_BT).clamp(min=0), hidden_BTD.dtype),
+                visible,
                 sparse=sparse,
                 trace=trace,
                 aux=aux,
@@ -238,7 +237,7 @@ class GLM5(nn.Module):
         embedded = self.model.embed_tokens(next_ids)
         return self.mtp.predict(embedded, hidden_BTD, rope, visible, sparse=sparse, cache=cache, slot_BT=slot_BT)
 
-    def generate(self, input_ids: Tensor, **options: Any) -> Iterator[int]:
+    def generate(self, input_ids: Tensor | Sequence[int], **options: Any) -> Iterator[int]:
         """Stream new token ids of one sequence; see `glm5.model.generate.generate` for the options."""
         from glm5.model.generate import generate
 
@@ -274,6 +273,8 @@ class GLM5(nn.Module):
                 "shorten the input or crop the cache",
             )
         if cache is not None:
+            if cache.batch != batch:
+                raise UserError(f"input_ids: {batch} rows for a cache of {cache.batch}", "give one row of ids to each")
             cache.reserve(slots)
         if documents is not None:
             if cache is not None or attention_mask is not None:
@@ -281,8 +282,12 @@ class GLM5(nn.Module):
             visible = Visibility.documents(documents)
             position_BT = (visible.last_BT - visible.first_BT).clamp(min=0)
             return Placement(visible, position_BT, None, None, None)
-        if attention_mask is not None and bool((attention_mask[:, -tokens:] != 0).all()):
-            attention_mask = None
+        if attention_mask is not None:
+            if attention_mask.ndim != 2 or attention_mask.shape[0] != batch or attention_mask.shape[1] < tokens:
+                shape = tuple(attention_mask.shape)
+                raise UserError(f"attention_mask: shape {shape}", f"must be [{batch}, >= {tokens}]")
+            if bool((attention_mask[:, -tokens:] != 0).all()):
+                attention_mask = None
         if attention_mask is None and (cache is None or cache.uniform is not None):
             visible = Visibility.causal(batch, tokens, longest, device=ids.device)
             return Placement(visible, visible.last_BT, None, None, None)
@@ -296,10 +301,6 @@ class GLM5(nn.Module):
         length_B, first_B = (zero_B, zero_B) if cache is None else (cache.length_B, cache.first_B)
         real_BT = torch.ones_like(ids, dtype=torch.bool)
         if attention_mask is not None:
-            if attention_mask.ndim != 2 or attention_mask.shape[0] != batch or attention_mask.shape[1] < tokens:
-                raise UserError(
-                    f"attention_mask: shape {tuple(attention_mask.shape)}", f"must be [{batch}, >= {tokens}]"
-                )
             real_BT = attention_mask[:, -tokens:].to(ids.device) != 0
         real_B = real_BT.sum(-1)
         lead_B = torch.where(real_B > 0, real_BT.int().argmax(-1), torch.where(length_B == first_B, tokens, 0))

@@ -74,7 +74,7 @@ class MLA(nn.Module):
         latent, k_rope = self.kv_a_proj_with_mqa(x_BTD).split((self.latent, self.rotary), dim=-1)
         rows = torch.cat((self.kv_a_layernorm(latent), rope_interleaved(k_rope, cos, sin)), dim=-1)
 
-        indexed = sparse or cache is not None or aux is not None or trace is not None
+        indexed = sparse or cache is not None or trace is not None or (aux is not None and aux.indexer)
         index_keys = self.indexer.keys(x_BTD, cos, sin) if indexed else rows
         if cache is not None:
             rows, index_keys = cache.write(self.layer, slot_BT, visible.offset, rows, index_keys)
@@ -86,7 +86,8 @@ class MLA(nn.Module):
             if sparse:
                 selected = self._select(index_q, index_keys, visible, trace)
 
-        if self._prefers_absorbed(x_BTD.shape[1], visible, selected):
+        measured = aux is not None and aux.indexer  # needs the expanded keys, gradients or not
+        if not measured and self._prefers_absorbed(x_BTD.shape[1], visible, selected):
             out = self._absorbed(q_nope, q_rope, rows, visible, selected)
         else:
             q_full = torch.cat((q_nope, q_rope), dim=-1)
