@@ -108,6 +108,7 @@ def test_round_trip_is_exact(lr: float, steps: int, depths: list[int], tags: lis
         ({"name": "x", "optim": None}, r"^optim=None: must be an object with the fields of Optim"),
         ({"name": 3}, r"^name=3: must be a string"),
         ({"name": "x", "steps": 1.0}, r"^steps=1\.0: must be an integer"),
+        ({"name": "x", "steps": True}, r"^steps=True: must be an integer"),
         ({"name": "x", "resume": 1}, r"^resume=1: must be true or false"),
         ({"name": "x", "mode": "dens"}, r"^mode='dens': must be one of 'dense', 'sparse'"),
         ({"name": "x", "depths": 3}, r"^depths=3: must be a list"),
