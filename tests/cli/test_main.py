@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import subprocess
 import sys
@@ -156,5 +157,6 @@ def test_status_reaches_the_shell() -> None:
 
 def test_a_reader_that_has_gone_is_no_traceback() -> None:
     code = f"(sleep 0.5; {sys.executable} -m glm5.cli.main --help; echo status $? >&2) | true"
-    found = subprocess.run(["bash", "-c", code], capture_output=True, text=True, timeout=60)
+    buffered = {k: v for k, v in os.environ.items() if k != "PYTHONUNBUFFERED"}
+    found = subprocess.run(["bash", "-c", code], capture_output=True, text=True, timeout=60, env=buffered)
     assert found.stderr == "status 141\n"
