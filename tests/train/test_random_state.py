@@ -55,3 +55,23 @@ def test_random_state_of_another_kind_of_run_is_refused() -> None:
         with pytest.raises(CheckpointError, match="1 CUDA devices; here are 0"):
             restore_random_state(tensors, state)
         assert torch.equal(torch.get_rng_state(), before)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_device_tensors_and_device_generators_continue(tmp_path: Path) -> None:
+    own = torch.Generator("cuda").manual_seed(5)
+    torch.cuda.manual_seed_all(1)
+    torch.randn(3, device="cuda")
+    weights = {"w": torch.randn(64, 64, device="cuda", dtype=torch.bfloat16).t(), "e": torch.zeros(0, device="cuda")}
+    tensors, state = capture_random_state({"own": own})
+    CheckpointStore(tmp_path).save(1, {"weights": weights, "random": tensors}, {"random": state})
+    expected = [torch.randn(9, device="cuda"), torch.rand(9, device="cuda", generator=own)]
+    torch.cuda.manual_seed_all(99)
+    resumed = torch.Generator("cuda")
+    found = CheckpointStore(tmp_path).load(1, "cuda")
+    restore_random_state(found.tensors["random"], found.state["random"], {"own": resumed})
+    drawn = [torch.randn(9, device="cuda"), torch.rand(9, device="cuda", generator=resumed)]
+    assert all(torch.equal(a, b) for a, b in zip(drawn, expected, strict=True))
+    assert found.tensors["weights"]["w"].is_cuda
+    assert torch.equal(found.tensors["weights"]["w"], weights["w"])
