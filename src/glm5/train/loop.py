@@ -212,7 +212,7 @@ class Trainer:
         if config.trains_indexer:
             kls = torch.stack([x.kl for x in aux.indexer_losses])
             loss = loss + config.indexer_weight * kls.sum() / queries
-            totals.add_indexer(aux)
+            totals.add_indexer(aux, recall=not config.sparse)
         totals.add_loads(aux.loads)
         return loss
 
@@ -377,8 +377,8 @@ class _Totals:
             own += [torch.zeros_like(own[0])] * (self.routers - len(own))
         self.loads = own if not self.loads else [a + b for a, b in zip(self.loads, own, strict=True)]
 
-    def add_indexer(self, aux: Aux) -> None:
-        found = _indexer_metrics(aux)
+    def add_indexer(self, aux: Aux, *, recall: bool) -> None:
+        found = _indexer_metrics(aux, recall=recall)
         if self.indexer is None:
             self.indexer = found
         else:  # the last micro-batch's figures stand for the step's, maxima are kept
@@ -403,12 +403,14 @@ class _Totals:
         return out
 
 
-def _indexer_metrics(aux: Aux) -> dict[str, Any]:
+def _indexer_metrics(aux: Aux, *, recall: bool = True) -> dict[str, Any]:
+    """`recall` is of the dense attention's mass; within a selected set it would be 1 by construction."""
     queries = sum(x.queries for x in aux.indexer_losses)
     maxima = torch.stack([x.logit_max_H.amax() for x in aux.indexer_losses])
+    share = float(sum(x.recall_sum for x in aux.indexer_losses) / queries)
     return {
         "indexer_kl": float(aux.indexer_kl().detach() / queries),
-        "indexer_recall": float(sum(x.recall_sum for x in aux.indexer_losses) / queries),
+        **({"indexer_recall": share} if recall else {}),
         "attention_logit_max": float(maxima.max()),
         "attention_logit_max_by_layer": [round(x, 3) for x in maxima.tolist()],
     }
