@@ -192,7 +192,15 @@ def _blocks(rows: list[Row], title: str) -> list[Block]:
         Block(WORDS, ("matter", "we follow", "other reading", "source", "verdict", "why"), (), words),
         Block(MEASURED, ("figure", "claimed", "source", "verdict", "needs"), (), measured),
     ]
-    return [b for b in blocks if b.rows]
+    return [_without_empty_columns(b) for b in blocks if b.rows]
+
+
+def _without_empty_columns(block: Block) -> Block:
+    """The same without columns in which nothing stands, as claims for a configuration that nobody wrote about."""
+    cells = [row for row in block.rows if not isinstance(row, str)]
+    kept = [i for i in range(len(block.columns)) if any(row[i] for row in cells)]
+    rows = [row if isinstance(row, str) else tuple(row[i] for i in kept) for row in block.rows]
+    return Block(block.title, tuple(block.columns[i] for i in kept), block.right, rows)
 
 
 def _summary(rows: list[Row]) -> str:

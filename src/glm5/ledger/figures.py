@@ -283,8 +283,8 @@ def _replay(s: _Sheet, c: ModelConfig, context: int) -> None:
 
 def _variants(s: _Sheet, c: ModelConfig, context: int) -> None:
     """The report's alternatives at this size, where its head geometry divides: the earlier MLA, and GQA-8."""
-    narrower = c.qk_head_dim * 3 // 4 - c.qk_rope_head_dim
-    if c.attention == "gqa" or c.qk_head_dim % 4 or c.num_attention_heads % 2 or narrower < 1:
+    narrower = c.qk_head_dim * 3 // 4 > c.qk_rope_head_dim and c.qk_head_dim // 2 >= c.qk_rope_head_dim
+    if c.attention == "gqa" or c.qk_head_dim % 4 or c.num_attention_heads % 2 or not narrower:
         return
     old, gqa = mla_192(c), gqa_8(c)
     formula = f"2 × {gqa.num_key_value_heads} × {gqa.head_dim}"
