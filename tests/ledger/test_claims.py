@@ -96,6 +96,7 @@ AUDIT = [
     ("expert_width", 2048, "2,048", "exact"),
     ("groups", 1, "1", "exact"),
     ("routed_scaling", Fraction(5, 2), "2.5", "exact"),
+    ("expert_share", Fraction(8, 256), "8/256", "exact"),
     ("moe_layer", 9_702_998_272, "9.70B", "consistent"),
     ("trunk", 742_008_052_992, "742,008,052,992", "exact"),
     ("trunk", 742_008_052_992, "742.008B", "consistent"),

@@ -21,9 +21,9 @@ from rich.text import Text
 
 from glm5.ledger.claims import Row
 from glm5.ledger.devices import device
+from glm5.ledger.disputes import MEASURED, WORDS
 from glm5.ledger.memory import Layout
 from glm5.ledger.plan import Plan, StagePlan, Work, plan
-from glm5.ledger.published import MEASURED, WORDS
 from glm5.ledger.table import as_json, is_published, ledger, tally
 from glm5.model.config import ModelConfig
 from glm5.model.presets import PRESETS, VARIANTS
@@ -125,7 +125,7 @@ def _reject_planning_options(options: LedgerOptions) -> None:
     defaults = {f.name: f.default for f in fields(options)}
     given = [f"--{n.replace('_', '-')}" for n in _PLANNING if getattr(options, n) != defaults[n]]
     if given:
-        raise UserError(f"{', '.join(given)} belong to a plan, which needs a device", "Add --fit DEVICE.")
+        raise UserError(f"{', '.join(given)}: only for a plan, which needs a device", "Add --fit DEVICE.")
 
 
 # --------------------------------------------------------------------------- the ledger

@@ -1,8 +1,9 @@
 """The ledger: every published figure of GLM-5 recomputed from its configuration, and a planner for any other.
 
-`params` (tensors and counts) · `compute` (pairs, FLOPs, floors) · `devices` · `memory` (bytes a device holds) ·
-`figures` (what follows from a configuration) · `published` (what the sources say) · `claims` (the two compared).
-Nothing here imports torch. Read `params` first, then `claims`.
+`params` (tensors and counts) · `compute` (pairs, FLOP, floors) · `figures` (what follows from a configuration) ·
+`claims` (the rule of verdicts) · `published` and `disputes` (what the sources say) · `table` (all of it joined);
+`devices` · `memory` (bytes of a layout) · `plan` (does it fit). Nothing here imports torch. Read `params` first,
+then `figures`.
 """
 
 from __future__ import annotations

@@ -11,7 +11,7 @@ from collections.abc import Iterable
 from dataclasses import replace
 from typing import Any
 
-from glm5.ledger import published
+from glm5.ledger import disputes, published
 from glm5.ledger.claims import Claim, Row, Verdict, judge, show, show_as
 from glm5.ledger.figures import Figure, figures
 from glm5.model.config import ModelConfig
@@ -55,8 +55,8 @@ def ledger(config: ModelConfig, context: int | None = None) -> list[Row]:
     if claimed:
         for figure in published.report_figures(config):
             rows += _rows(figure, published.CLAIMS[figure.key])
-        rows += [_disagreement(d) for d in published.DISAGREEMENTS]
-        rows += [_measurement(m) for m in published.MEASUREMENTS]
+        rows += [_disagreement(d) for d in disputes.DISAGREEMENTS]
+        rows += [_measurement(m) for m in disputes.MEASUREMENTS]
     return rows
 
 
@@ -106,10 +106,10 @@ def _rows(figure: Figure, claims: tuple[Claim, ...]) -> list[Row]:
     ]
 
 
-def _disagreement(d: published.Disagreement) -> Row:
+def _disagreement(d: disputes.Disagreement) -> Row:
     return Row(
         key=d.key,
-        section=published.WORDS,
+        section=disputes.WORDS,
         label=d.label,
         formula="",
         value=None,
@@ -122,10 +122,10 @@ def _disagreement(d: published.Disagreement) -> Row:
     )
 
 
-def _measurement(m: published.Measurement) -> Row:
+def _measurement(m: disputes.Measurement) -> Row:
     return Row(
         key=m.key,
-        section=published.MEASURED,
+        section=disputes.MEASURED,
         label=m.label,
         formula="",
         value=None,
