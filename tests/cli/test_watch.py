@@ -128,14 +128,18 @@ def test_mistakes(here: Path, argv: list[str], what: str, mend: str) -> None:
     assert mend in e.value.mend
 
 
-def test_several_runs_are_listed_and_none_at_all_is_said(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    with RunLog("runs/other") as log:
+def test_of_several_runs_the_most_recent_is_shown_and_none_at_all_is_said(
+    here: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with RunLog("runs/other/stage") as log:
         log.log(1)
-    with pytest.raises(UserError, match=r"holds 2 runs\. Choose one of: .*runs/demo"):
-        watch.main(["runs"])
+    os.utime("runs/demo/metrics.jsonl", (1e9, 1e9))
+    for argv in ([], ["runs"], ["runs/other"]):
+        watch.main(argv)
+        assert capsys.readouterr().out.startswith("runs/other/stage ")
     (here / "empty").mkdir()
     monkeypatch.chdir(here / "empty")
-    with pytest.raises(UserError, match="glm5 demo"):
+    with pytest.raises(UserError, match="no run in runs.*glm5 demo"):
         watch.main([])
 
 

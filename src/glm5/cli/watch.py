@@ -38,7 +38,7 @@ class WatchOptions:
     """Draw a run's curves in the terminal, while it runs or after."""
 
     run: Annotated[tyro.conf.Positional[str], tyro.conf.arg(metavar="[RUN]")] = ""
-    """The run's directory. Default: the most recent one under runs/."""
+    """The run's directory, or one above it, whose most recent run is taken. Default: runs."""
     metric: tuple[str, ...] = ()
     """Metrics to draw, by dotted name; part of a name draws all that contain it. Default: the loss and a few others."""
     once: bool = False
@@ -80,17 +80,15 @@ def watch(options: WatchOptions) -> int:
 
 
 def _find(name: str) -> Path:
-    runs = find_runs()
-    if not name and runs:
-        return runs[0]
+    """The run in directory `name`, or the most recent one below it (a demo is several runs, one a stage)."""
     if name and (Path(name) / METRICS).is_file():
         return Path(name)
-    inside = find_runs(name) if name else []
-    if len(inside) == 1:
+    inside = find_runs(name or "runs")
+    if inside:
         return inside[0]
-    what = f"there is no run in {name or 'runs'}" if not inside else f"{name} holds {len(inside)} runs"
-    there = ", ".join(str(p) for p in (inside or runs)[:12])
-    raise UserError(what, f"Choose one of: {there}." if there else "Start one with `glm5 demo` or `glm5 pretrain`.")
+    there = ", ".join(map(str, find_runs()[:12]))
+    mend = f"Choose one of: {there}." if there else "Start one with `glm5 demo` or `glm5 pretrain`."
+    raise UserError(f"there is no run in {name or 'runs'}", mend)
 
 
 # --------------------------------------------------------------------------- the picture

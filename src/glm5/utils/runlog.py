@@ -256,7 +256,7 @@ def describe_environment() -> dict[str, Any]:
     """
     import torch  # here, since those who only read a run need none of it
 
-    packages = {"torch": torch.__version__}  # which, unlike its metadata, tells the CUDA build
+    packages = {"torch": str(torch.__version__)}  # which, unlike its metadata, tells the CUDA build
     for name in ("glm5", "numpy", "safetensors", "tokenizers", "triton", "transformers"):
         try:
             packages[name] = metadata.version(name)
