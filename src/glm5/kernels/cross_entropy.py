@@ -19,7 +19,7 @@ from torch import Tensor
 from glm5.utils.errors import DataError
 
 # Elements of one chunk's logits. On a CPU they should stay near the cache; a GPU wants large products.
-CHUNK_ELEMENTS = {"cpu": 1 << 20, "cuda": 1 << 27}
+CHUNK_ELEMENTS = {"cpu": 1 << 20, "cuda": 1 << 28}
 
 
 class LinearCrossEntropy(NamedTuple):
@@ -130,10 +130,10 @@ class _LinearCrossEntropy(torch.autograd.Function):
     def backward(ctx: Any, grad_loss: Tensor | None, *_: Any) -> tuple[Tensor | None, ...]:
         if grad_loss is None:
             return (None,) * 6
-        # Never in place: the graph may be kept and walked again.
+        # Never in place: the graph may be kept and walked again. Straight into the input's dtype, with no fp32 copy.
         saved = zip(ctx.saved_tensors, ctx.dtypes, strict=True)
-        grads = tuple(None if g is None else (g * grad_loss).to(dtype) for g, dtype in saved)
-        return (*grads, None, None, None, None)
+        scaled = [g if g is None else torch.mul(g, grad_loss, out=torch.empty_like(g, dtype=d)) for g, d in saved]
+        return (*scaled, None, None, None, None)
 
 
 class _Run(NamedTuple):
