@@ -139,7 +139,7 @@ def test_of_several_runs_the_most_recent_is_shown_and_none_at_all_is_said(
         assert capsys.readouterr().out.startswith("runs/other/stage ")
     (here / "empty").mkdir()
     monkeypatch.chdir(here / "empty")
-    with pytest.raises(UserError, match="no run in runs.*glm5 demo"):
+    with pytest.raises(UserError, match=r"no run in runs.*glm5 demo"):
         watch.main([])
 
 
