@@ -66,7 +66,7 @@ class TrainConfig:
     mtp_weight: float = 0.3
     """Weight of the MTP losses together (GLM-4.5: 0.3, then 0.1)."""
     mtp_share: float = 1.0
-    """Share of each micro-batch's rows on which MTP trains: 1 as in the report, less to save time on a CPU."""
+    """Share of a step's rows (its first ones) on which MTP trains: 1 as in the report, less to save time on a CPU."""
     balance_weight: float = 1e-4
     """Weight of the sequence-wise balance loss."""
     bias_rate: float = 1e-3
@@ -80,7 +80,7 @@ class TrainConfig:
     log_every: int = 1
     """Steps between lines of the metrics."""
     measure_every: int = 50
-    """Steps between measurements of attention-logit maxima and indexer recall (a dense stage needs a pass for it)."""
+    """Steps between measurements of attention-logit maxima and indexer recall (but in warm-up, a pass of their own)."""
     save_every: int = 200
     """Steps between checkpoints; one is also written at the end."""
     keep: int = 2

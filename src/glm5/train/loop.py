@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 import resource
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -29,7 +29,9 @@ from glm5.train.config import TrainConfig
 from glm5.train.losses import language_model_loss, router_bias_update
 from glm5.train.optim import MuonSplit, clip_grad_norm, first_nonfinite, parameter_roles
 from glm5.train.random_state import capture_random_state, restore_random_state
-from glm5.utils.errors import ConfigError, NumericalError
+from glm5.train.stopping import stop_requests
+from glm5.train.totals import Counts, IndexerFigures, Totals, weighted
+from glm5.utils.errors import CheckpointError, ConfigError, DataError, NumericalError, UserError
 from glm5.utils.progress import Progress
 from glm5.utils.runlog import RunLog
 
@@ -52,8 +54,9 @@ class Rows:
     def of(cls, batch: Batch, device: torch.device) -> Rows:
         first_BT = torch.from_numpy(batch.first_BT).long()
         valid_BT = first_BT <= torch.arange(batch.seq_len)
-        # Rows of one document (and padding behind it, which no token sees) are plainly causal: the fused kernel's case.
-        plain = bool((first_BT[valid_BT] == 0).all())
+        # Full rows of one document are plainly causal: the fused kernel's case. Padding is not, since the indexer's
+        # loss counts every query that sees a key.
+        plain = bool((first_BT == 0).all())
         return cls(
             torch.from_numpy(batch.ids_BS).to(device),
             torch.from_numpy(batch.document_BS).to(device),
@@ -84,6 +87,9 @@ class Trainer:
         bytes_per_token: of the training text, to report bits per byte.
 
     A checkpoint that the directory already holds is resumed from, unless its configuration differs (an error).
+
+    Raises:
+        ConfigError: options contradict each other, the model or the dataset. DataError: ids outside the vocabulary.
     """
 
     def __init__(
@@ -101,8 +107,21 @@ class Trainer:
             raise ConfigError("mtp_depths", config.mtp_depths, f"the dataset keeps {loader.dataset.ahead} tokens ahead")
         if config.trains_indexer and model.config.attention != "mla":
             raise ConfigError("stage", config.stage, "a GQA model has no indexer to train")
+        seq_len, longest, topk = loader.dataset.seq_len, model.config.max_position_embeddings, model.config.index_topk
+        if seq_len > longest:
+            raise ConfigError("seq_len", seq_len, f"must be at most max_position_embeddings={longest}")
+        if config.sparse and seq_len <= topk:
+            rule = f"must exceed index_topk={topk}: no query of the sparse stage would have anything to leave out"
+            raise ConfigError("seq_len", seq_len, rule)
+        if loader.dataset.store.max_id >= model.config.vocab_size:
+            raise DataError(
+                f"the tokens in {loader.dataset.store.directory} hold id {loader.dataset.store.max_id}, outside the "
+                f"model's vocabulary of {model.config.vocab_size}",
+                "Tokenize the corpus with the model's own tokenizer, or enlarge the model's vocab_size",
+            )
         self.config, self.model, self.loader = config, model, loader
         self.directory, self.bytes_per_token = Path(directory), bytes_per_token
+        exact = {name: p.detach() for name, p in model.named_parameters()}
         self.model.to(self._dtype()).train()
         for name, parameter in model.named_parameters():
             is_indexer = ".indexer." in name
@@ -112,6 +131,10 @@ class Trainer:
         self.optimizer = MuonSplit(
             roles, self.schedule.at(0), weight_decay=config.weight_decay, momentum=config.momentum
         )
+        for role in roles:  # fp32 weights that were given stay the masters' digits when the model runs in bf16
+            p = role.parameter
+            if p.requires_grad and p.dtype != torch.float32 and exact[role.name].dtype == torch.float32:
+                self.optimizer.state[p]["master"] = exact[role.name]
         self.routers = [(name, m) for name, m in model.named_modules() if isinstance(m, Router)]
         self.store = CheckpointStore(self.directory / "checkpoints", config.keep)
         self.finished_steps = 0
@@ -137,12 +160,16 @@ class Trainer:
             Rows.of(self.loader.batch(self.samples + i, min(config.micro_batch, count - i)), self.model.device)
             for i in range(0, count, config.micro_batch)
         ]
-        tokens = sum(r.tokens for r in rows)
-        queries = sum(int(r.valid_BT.sum()) for r in rows)
+        counts = Counts(
+            rows=count,
+            mtp_rows=max(1, round(config.mtp_share * count)) if config.mtp_depths else 0,
+            tokens=max(1, sum(r.tokens for r in rows)),
+            queries=sum(int(r.valid_BT.sum()) for r in rows),
+        )
         self.optimizer.zero_grad(set_to_none=True)
-        totals = _Totals(len(self.routers))
-        for micro in rows:
-            loss = self._losses(micro, tokens, queries, count, totals)
+        totals = Totals(len(self.routers), self.model.config.num_hidden_layers)
+        for i, micro in enumerate(rows):
+            loss = self._losses(micro, i * config.micro_batch, counts, totals)
             if not math.isfinite(float(loss.detach())):
                 raise NumericalError(
                     f"the loss of step {self.finished_steps} is {float(loss.detach())}; first bad tensor: "
@@ -159,32 +186,36 @@ class Trainer:
         seconds = time.perf_counter() - began
         self.finished_steps += 1
         self.samples += count
-        self.tokens += tokens
+        self.tokens += counts.tokens
         metrics = {
-            **totals.metrics(self.bytes_per_token),
+            **totals.metrics(self.bytes_per_token, recall=not config.sparse),
             "lr": lr,
             "grad_norm": norm,
             "tokens": self.tokens,
-            "tokens_per_second": tokens / seconds,
+            "tokens_per_second": counts.tokens / seconds,
             "memory_mib": _memory_mib(self.model.device),
         }
         if measure:
             metrics["update_rms"] = dict(self.optimizer.update_rms)
             metrics["router_bias"] = self._bias_range()
-            if not config.trains_indexer and self.model.config.attention == "mla":
-                metrics.update(self.measure_attention(rows[0]))
+            if self.model.config.attention == "mla" and config.stage != "warmup":
+                # What a stage measures on its way stands: in the sparse one, of the selected positions.
+                metrics = {**self.measure_attention(rows[0]), **metrics}
         return metrics
 
-    def _losses(self, rows: Rows, tokens: int, queries: int, sequences: int, totals: _Totals) -> Tensor:
-        """The step's loss from one micro-batch: its sums over the whole step's counts."""
+    def _losses(self, rows: Rows, first: int, counts: Counts, totals: Totals) -> Tensor:
+        """The step's loss from one micro-batch, whose rows begin with the step's row `first`.
+
+        Sums over the whole step's counts, so that it does not matter how a step is cut. MTP runs on the first
+        `counts.mtp_rows` rows of the step; its terms are scaled up to all, and averaged over the depths.
+        """
         config, model = self.config, self.model
         aux = Aux(indexer=config.trains_indexer, balance=config.trains_model, valid=rows.valid_BT)
         hidden = [
             model.hidden(rows.input_BT, documents=rows.documents_BT, sparse=config.sparse, aux=aux),
         ]
-        share = rows
-        if config.mtp_depths:
-            kept = max(1, round(config.mtp_share * len(rows.ids_BS)))
+        kept = min(len(rows.ids_BS), max(0, counts.mtp_rows - first))
+        if kept:
             share = rows.head(kept)
             aux.valid = share.valid_BT
             hidden += model.mtp_hidden(
@@ -195,6 +226,8 @@ class Trainer:
                 sparse=config.sparse,
                 aux=aux,
             )
+        scale = counts.rows / counts.mtp_rows if kept else 0.0
+        per_depth = scale / config.mtp_depths if kept else 0.0
         loss = hidden[0].new_zeros((), dtype=torch.float32)
         if config.trains_model:
             lm = language_model_loss(
@@ -203,21 +236,24 @@ class Trainer:
                 rows.ids_BS,
                 rows.document_BS,
                 rows.loss_BS,
-                mtp_weight=config.mtp_weight / config.mtp_share if config.mtp_depths else 0.0,
+                mtp_weight=config.mtp_weight * scale,
             )
-            loss = loss + lm.loss_sum / tokens
+            loss = loss + lm.loss_sum / counts.tokens
             totals.add_lm(lm.ce_sums, lm.tokens)
             if aux.balance_losses:
-                loss = loss + config.balance_weight * torch.stack(aux.balance_losses).sum() / sequences
+                routed = model.config.layer_types.count("sparse")
+                balance = weighted(aux.balance_losses, routed, per_depth)
+                loss = loss + config.balance_weight * balance / counts.rows
         if config.trains_indexer:
-            kls = torch.stack([x.kl for x in aux.indexer_losses])
-            loss = loss + config.indexer_weight * kls.sum() / queries
-            totals.add_indexer(aux, recall=not config.sparse)
+            kl = weighted([x.kl for x in aux.indexer_losses], model.config.num_hidden_layers, per_depth)
+            loss = loss + config.indexer_weight * kl / counts.queries
+            totals.add_indexer(aux.indexer_losses)
         totals.add_loads(aux.loads)
         return loss
 
     def _balance(self, loads: list[Tensor]) -> None:
-        for (_, router), load in zip(self.routers, loads, strict=True):
+        # Without loads no router ran: a dense trunk whose MTP block does not train.
+        for (_, router), load in zip(self.routers if loads else [], loads, strict=True):
             router.e_score_correction_bias.copy_(
                 router_bias_update(router.e_score_correction_bias, load, self.config.bias_rate)
             )
@@ -231,7 +267,9 @@ class Trainer:
         """Largest attention logit per layer, and the indexer's recall, in a dense pass over one micro-batch."""
         aux = Aux(indexer=True)
         self.model.hidden(rows.input_BT, documents=rows.documents_BT, sparse=False, aux=aux)
-        return _indexer_metrics(aux)
+        found = IndexerFigures(self.model.config.num_hidden_layers)
+        found.add(aux.indexer_losses)
+        return found.metrics()
 
     def _bias_range(self) -> dict[str, float]:
         biases = torch.stack([r.e_score_correction_bias for _, r in self.routers]) if self.routers else torch.zeros(1)
@@ -278,46 +316,62 @@ class Trainer:
         found = self.store.load_newest(self.model.device)
         if found is None:
             return []
-        self.model.load_state_dict(found.tensors["model"])
+        try:
+            self.model.load_state_dict(found.tensors["model"])
+        except RuntimeError as e:
+            what = f"{found.path} holds another model: {' '.join(str(e).split())[:300]}"
+            mend = "Resume with the model it was saved with, or choose another directory"
+            raise CheckpointError(what, mend) from None
         self.optimizer.load_named_state(found.tensors["optimizer"])
         restore_random_state(found.tensors["random"], found.state["random"])
         self.finished_steps, self.samples, self.tokens = found.step, found.state["samples"], found.state["tokens"]
         return list(found.warnings)
 
+    def weights(self) -> dict[str, Tensor]:
+        """The model's state in fp32: the master copy of every parameter that has one."""
+        masters = self.optimizer.named_state()
+        return {name: masters.get(f"{name}.master", t).float() for name, t in self.model.state_dict().items()}
+
     def export(self, path: str | Path, tokenizer: Any = None) -> None:
-        """Write the model in the public layout, from the fp32 master weights where there are any."""
-        masters = {
-            n.removesuffix(".master"): t for n, t in self.optimizer.named_state().items() if n.endswith(".master")
-        }
-        if not masters:
-            save_model(self.model, path, tokenizer=tokenizer)
-            return
-        full = GLM5(self.model.config.replace(dtype="float32"), seed=None)
-        full.load_state_dict({n: masters.get(n, t).float() for n, t in self.model.state_dict().items()})
-        save_model(full, path, tokenizer=tokenizer)
+        """Write the model in the public layout, in fp32, over what an earlier start of the run exported there."""
+        model = self.model
+        if model.dtype != torch.float32:
+            model = GLM5(model.config.replace(dtype="float32"), seed=None)
+            model.load_state_dict(self.weights())
+        save_model(model, path, tokenizer=tokenizer, overwrite=True)
 
     # ------------------------------------------------------------------ all of it
     def run(
-        self, *, resolved: Any = None, title: str | None = None, on_step: Callable[[Trainer], None] | None = None
+        self,
+        *,
+        resolved: Any = None,
+        may_differ: Sequence[str] = (),
+        title: str | None = None,
+        on_step: Callable[[Trainer], None] | None = None,
     ) -> None:
         """Train to `config.steps`, from where the directory's newest checkpoint ended.
 
         Args:
             resolved: the dataclass to keep as the run's configuration; by default the stage's.
+            may_differ: fields of it, by dotted name, that a resumed run may change, beside `MAY_DIFFER`.
             title: of the progress display.
             on_step: called after each step (tests use it to interrupt).
 
         Raises:
             NumericalError: as `step`; the state before the bad step is kept under `failed/` and named.
-            KeyboardInterrupt: after saving, when interrupted.
+            KeyboardInterrupt: Ctrl-C or SIGTERM came; the step was finished and saved. A second one stops at once.
         """
         config = self.config
         with RunLog(self.directory) as log:
-            log.save_config(config if resolved is None else resolved, may_differ=(*MAY_DIFFER, *_short(MAY_DIFFER)))
+            allowed = (*MAY_DIFFER, *_short(MAY_DIFFER), *may_differ)
+            log.save_config(config if resolved is None else resolved, may_differ=allowed)
             warnings = self.resume()
             log.resume(self.finished_steps)
             log.save_environment()
-            with Progress(title or config.stage, config.steps, start=self.finished_steps) as progress:
+            with (
+                Progress(title or config.stage, config.steps, start=self.finished_steps) as progress,
+                stop_requests(progress.note) as stop_requested,
+            ):
                 for warning in warnings:
                     progress.note(f"warning: {warning}")
                 if self.finished_steps:
@@ -326,94 +380,35 @@ class Trainer:
                     try:
                         metrics = self.step()
                     except NumericalError as e:
-                        place = self.save(CheckpointStore(self.directory / "failed", keep=1))
-                        raise NumericalError(
-                            e.what,
-                            f"The state before that step is in {place}; lower the learning rate or remove the bad "
-                            "data, and resume from the newest checkpoint",
-                        ) from e
-                    except KeyboardInterrupt:
-                        # The gradients of a half-made step are dropped; the weights are whole only between updates.
-                        progress.note(f"interrupted in step {self.finished_steps}; run the same command to resume")
-                        raise
+                        raise self._failed(e) from e
                     done = self.finished_steps
                     if done % config.log_every == 0 or done == config.steps:
                         log.log(done, **metrics)
                     progress.update(done, **_shown(metrics))
-                    if done % config.save_every == 0 or done == config.steps:
+                    stopping = stop_requested()
+                    if done % config.save_every == 0 or done == config.steps or stopping:
                         log.sync()
                         self.save()
+                    if stopping and done < config.steps:
+                        progress.note(f"stopped after step {done}, which is saved; the same command goes on from it")
+                        raise KeyboardInterrupt
                     if on_step is not None:
                         on_step(self)
             log.finish(tokens=self.tokens, samples=self.samples)
 
+    def _failed(self, error: NumericalError) -> NumericalError:
+        """The error of a bad step, after keeping the state before it."""
+        advice = "lower the learning rate or remove the bad data, and resume from the newest checkpoint"
+        try:
+            directory = self.directory / "failed" / f"step-{self.finished_steps}"
+            place = self.save(CheckpointStore(directory, keep=1))
+        except UserError as e:
+            return NumericalError(error.what, f"The state before that step could not be saved ({e.what}); {advice}")
+        return NumericalError(error.what, f"The state before that step is in {place}; {advice}")
+
 
 def _short(names: tuple[str, ...]) -> tuple[str, ...]:
     return tuple(name.removeprefix("train.") for name in names)
-
-
-class _Totals:
-    """Sums over the micro-batches of a step."""
-
-    def __init__(self, routers: int) -> None:
-        self.ce: Tensor | None = None
-        self.ce_tokens: Tensor | None = None
-        self.loads: list[Tensor] = []
-        self.routers = routers
-        self.indexer: dict[str, Any] | None = None
-
-    def add_lm(self, ce_sums: Tensor, tokens: Tensor) -> None:
-        self.ce = ce_sums if self.ce is None else self.ce + ce_sums
-        self.ce_tokens = tokens if self.ce_tokens is None else self.ce_tokens + tokens
-
-    def add_loads(self, loads: list[Tensor]) -> None:
-        """Loads in the order of the layers; the MTP block's of all depths count as one router's."""
-        if not loads:
-            return
-        own = loads[: self.routers]
-        for extra in loads[self.routers :]:
-            own[-1] = own[-1] + extra
-        if len(own) < self.routers:  # MTP did not run: its router keeps its bias
-            own += [torch.zeros_like(own[0])] * (self.routers - len(own))
-        self.loads = own if not self.loads else [a + b for a, b in zip(self.loads, own, strict=True)]
-
-    def add_indexer(self, aux: Aux, *, recall: bool) -> None:
-        found = _indexer_metrics(aux, recall=recall)
-        if self.indexer is None:
-            self.indexer = found
-        else:  # the last micro-batch's figures stand for the step's, maxima are kept
-            found["attention_logit_max"] = max(found["attention_logit_max"], self.indexer["attention_logit_max"])
-            self.indexer = found
-
-    def metrics(self, bytes_per_token: float | None) -> dict[str, Any]:
-        out: dict[str, Any] = {}
-        if self.ce is not None and self.ce_tokens is not None:
-            losses = (self.ce / self.ce_tokens.clamp(min=1)).tolist()
-            out["loss"] = losses[0]
-            if bytes_per_token:
-                out["bits_per_byte"] = losses[0] / math.log(2) / bytes_per_token
-            out.update({f"mtp_loss_{d}": x for d, x in enumerate(losses[1:], 1)})
-        if self.loads:
-            share = torch.stack(self.loads).float()
-            share = share / share.sum(-1, keepdim=True).clamp(min=1) * share.shape[-1]
-            out["expert_load_max"] = float(share.max())  # 1 is perfect balance
-            out["expert_load_min"] = float(share.min())
-        if self.indexer is not None:
-            out.update(self.indexer)
-        return out
-
-
-def _indexer_metrics(aux: Aux, *, recall: bool = True) -> dict[str, Any]:
-    """`recall` is of the dense attention's mass; within a selected set it would be 1 by construction."""
-    queries = sum(x.queries for x in aux.indexer_losses)
-    maxima = torch.stack([x.logit_max_H.amax() for x in aux.indexer_losses])
-    share = float(sum(x.recall_sum for x in aux.indexer_losses) / queries)
-    return {
-        "indexer_kl": float(aux.indexer_kl().detach() / queries),
-        **({"indexer_recall": share} if recall else {}),
-        "attention_logit_max": float(maxima.max()),
-        "attention_logit_max_by_layer": [round(x, 3) for x in maxima.tolist()],
-    }
 
 
 def _shown(metrics: dict[str, Any]) -> dict[str, float]:
