@@ -7,7 +7,9 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from support import golden as golden_module
+pytest.register_assert_rewrite("support.checks", "support.golden", "support.faults")
+
+from support import golden as golden_module  # noqa: E402
 
 
 @pytest.fixture(autouse=True, scope="module")
