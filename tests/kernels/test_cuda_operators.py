@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from glm5.kernels import cuda as fast
+from glm5.kernels import triton
 from glm5.kernels.topk import stable_topk as specification
 
 RUNS, WHY = fast.available()
@@ -47,7 +48,7 @@ def _mla_oracle(q: Tensor, kv: Tensor, selected: Tensor) -> tuple[Tensor, Tensor
     return torch.stack(out).view(*q.shape[:3], 512), torch.stack(lse).view(q.shape[:3])
 
 
-@pytest.mark.parametrize("splits", [1, 2, 4, 8, 16])
+@pytest.mark.parametrize("splits", [1, 2, 3, 4, 5, 6, 7, 8, 12, 16])
 @pytest.mark.parametrize(
     ("batch", "queries", "heads", "slots", "keys"),
     [(1, 1, 64, 4096, 2048), (3, 1, 64, 3000, 2048), (2, 5, 64, 500, 100), (1, 3, 16, 200, 33), (2, 150, 64, 900, 256)],
@@ -142,3 +143,38 @@ def test_topk_respects_bounds_and_strides(cluster: int) -> None:
         first[0], last[0] = 5, 4  # sees nothing
         first[1], last[1] = 0, scores.shape[1] - 1
         _check_topk(scores, 2048, cluster, first, last)
+
+
+@pytest.mark.parametrize("fill", [True, False])
+@pytest.mark.parametrize(("batch", "queries", "slots"), [(1, 1, 300), (2, 9, 150), (1, 64, 1000), (3, 130, 777)])
+def test_index_scores(batch: int, queries: int, slots: int, fill: bool) -> None:
+    generator = _generator(slots)
+    q = torch.randn(batch, queries, 32, 128, generator=generator, device="cuda", dtype=torch.bfloat16)
+    w = torch.randn(batch, queries, 32, generator=generator, device="cuda")
+    k = torch.randn(batch, slots, 128, generator=generator, device="cuda", dtype=torch.bfloat16)
+    last = torch.randint(0, slots, (batch, queries), generator=generator, device="cuda", dtype=torch.int32)
+    first = (last * torch.rand(batch, queries, generator=generator, device="cuda")).int()
+    first[-1, -1] = slots  # sees nothing
+    first[0, 0], last[0, 0] = 0, slots - 1
+    slot = torch.arange(slots, device="cuda")
+    seen = (slot >= first[..., None]) & (slot <= last[..., None])
+    oracle = torch.einsum("btji,bsi->btjs", q.double(), k.double()).relu()
+    oracle = torch.einsum("btjs,btj->bts", oracle, w.double())
+    for parts in (None, 1, 5):
+        out = torch.full((batch, queries, slots), torch.nan if fill else 7.0, device="cuda")
+        fast.index_scores(q, w, k, first, last, fill=fill, out=out, parts=parts)
+        assert (out[seen].double() - oracle[seen]).norm() / oracle[seen].norm() < 1e-4
+        assert (out[~seen] == (-torch.inf if fill else 7.0)).all()
+
+
+@pytest.mark.parametrize("queries", [1, 37])
+def test_index_select_tiles_agree_with_the_whole(queries: int) -> None:
+    generator = _generator(queries)
+    q = torch.randn(2, queries, 32, 128, generator=generator, device="cuda", dtype=torch.bfloat16)
+    w = torch.randn(2, queries, 32, generator=generator, device="cuda")
+    k = torch.randn(2, 6000, 128, generator=generator, device="cuda", dtype=torch.bfloat16)
+    last = torch.arange(6000 - queries, 6000, device="cuda", dtype=torch.int32).expand(2, queries).contiguous()
+    first = torch.zeros_like(last)
+    picked = fast.index_select(q, w, k, first, last, 2048, tile_bytes=4 * 2 * 6000 * 10)
+    scores = (fast.index_scores if queries > 1 else triton.index_scores)(q, w, k, first, last)
+    assert torch.equal(picked, specification(scores.flatten(0, 1), 2048).view_as(picked))

@@ -1,4 +1,4 @@
-"""Hopper kernels in CUDA C++: sparse MLA and the stable top-k, where Triton left too much time on the table.
+"""Hopper kernels in CUDA C++: sparse MLA, indexer scores, stable top-k, where Triton left too much time on the table.
 
 Built by `nvcc` on first use into the user's cache, one plain shared library without torch's headers, called through
 ctypes with raw pointers. `docs/kernels.md` has the ideas and the measurements. Read next: `sparse_mla`, `topk`.
@@ -7,7 +7,8 @@ ctypes with raw pointers. `docs/kernels.md` has the ideas and the measurements. 
 from __future__ import annotations
 
 from glm5.kernels.cuda.build import available
+from glm5.kernels.cuda.index_scores import index_scores, index_select
 from glm5.kernels.cuda.sparse_mla import sparse_mla
 from glm5.kernels.cuda.topk import stable_topk
 
-__all__ = ["available", "sparse_mla", "stable_topk"]
+__all__ = ["available", "index_scores", "index_select", "sparse_mla", "stable_topk"]

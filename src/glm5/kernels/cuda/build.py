@@ -19,7 +19,7 @@ import torch
 
 from glm5.utils.errors import UserError
 
-SOURCES = ("sparse_mla.cu", "topk.cu")
+SOURCES = ("sparse_mla.cu", "topk.cu", "index_scores.cu")
 HEADERS = ("hopper.cuh",)
 FLAGS = ("-std=c++17", "-O3", "-shared", "-Xcompiler", "-fPIC", "-gencode", "arch=compute_90a,code=sm_90a")
 
@@ -55,6 +55,12 @@ def library() -> ctypes.CDLL:
     if not target.exists():
         _compile(here, target)
     return ctypes.CDLL(str(target))
+
+
+@functools.cache
+def multiprocessors(device: int) -> int:
+    """How many blocks of a whole multiprocessor each run at the same time."""
+    return torch.cuda.get_device_properties(device).multi_processor_count
 
 
 def check(status: int, what: str) -> None:

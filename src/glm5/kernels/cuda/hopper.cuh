@@ -37,13 +37,26 @@ __device__ __forceinline__ void barrier_wait(uint32_t bar, uint32_t parity) {
 __device__ __forceinline__ void named_barrier(int id, int threads) {
     asm volatile("bar.sync %0, %1;" ::"r"(id), "r"(threads) : "memory");
 }
-// Orders this thread's view of ordinary shared-memory writes before later reads by the tensor cores.
+// Orders this thread's view of ordinary shared-memory writes before later reads by the tensor cores. It compiles to a
+// full memory barrier, which waits for every load and copy that the thread has in flight: never on a copying thread.
 __device__ __forceinline__ void fence_async() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
 
 // ---- copies ---------------------------------------------------------------------------------------------------
 // 16 bytes global -> shared; `bytes` 0 writes zeros without reading.
 __device__ __forceinline__ void copy16(uint32_t dst, const void* src, uint32_t bytes) {
     asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16, %2;" ::"r"(dst), "l"(src), "r"(bytes) : "memory");
+}
+
+// Declares `bytes` of bulk copies to come, and arrives.
+__device__ __forceinline__ void barrier_expect(uint32_t bar, uint32_t bytes) {
+    asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(bar), "r"(bytes) : "memory");
+}
+// One box of a 3-dimensional tensor map, global -> shared, by the copy engine.
+__device__ __forceinline__ void copy_box(uint32_t dst, const void* map, uint32_t bar, int x, int y, int z) {
+    asm volatile(
+        "cp.async.bulk.tensor.3d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%3, %4, %5}], [%2];" ::"r"(dst),
+        "l"(map), "r"(bar), "r"(x), "r"(y), "r"(z)
+        : "memory");
 }
 
 // ---- clusters -------------------------------------------------------------------------------------------------
@@ -71,6 +84,12 @@ __device__ __forceinline__ float load_cluster(uint32_t addr) {
     return v;
 }
 
+__device__ __forceinline__ float fast_exp2(float x) {
+    float y;
+    asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+    return y;
+}
+
 // ---- wgmma ----------------------------------------------------------------------------------------------------
 enum Swizzle : uint64_t { kNone = 0, k128B = 1 };
 // K-major, swizzled: `stride` = bytes between 8-row groups (`leading` unused). K-major, unswizzled: `leading` = bytes
@@ -79,6 +98,14 @@ enum Swizzle : uint64_t { kNone = 0, k128B = 1 };
 __device__ __forceinline__ uint64_t descriptor(uint32_t addr, uint32_t leading, uint32_t stride, Swizzle swizzle) {
     return static_cast<uint64_t>((addr & 0x3FFFF) >> 4) | static_cast<uint64_t>(leading >> 4) << 16 |
            static_cast<uint64_t>(stride >> 4) << 32 | static_cast<uint64_t>(swizzle) << 62;
+}
+// The same descriptor `bytes` further on; only the low word holds the address.
+__device__ __forceinline__ uint64_t advance(uint64_t descriptor, uint32_t bytes) {
+    uint64_t moved;
+    asm("mov.b64 %0, {%1, %2};"
+        : "=l"(moved)
+        : "r"(static_cast<uint32_t>(descriptor) + (bytes >> 4)), "r"(static_cast<uint32_t>(descriptor >> 32)));
+    return moved;
 }
 __device__ __forceinline__ void mma_fence() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
 __device__ __forceinline__ void mma_commit() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
@@ -111,6 +138,19 @@ __device__ __forceinline__ void mma_n32(float (&d)[16], uint64_t a, uint64_t b, 
         "wgmma.mma_async.sync.aligned.m64n32k16.f32.bf16.bf16 "
         "{%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,%12,%13,%14,%15}, %16, %17, p, 1, 1, 0, 0;\n}\n"
         : HOPPER_16(d, 0)
+        : "l"(a), "l"(b), "r"(accumulate));
+}
+// d[64 x 128] (+)= A[64 x 16] B[128 x 16]^T, both K-major in shared memory.
+__device__ __forceinline__ void mma_n128(float (&d)[64], uint64_t a, uint64_t b, int accumulate) {
+    asm volatile(
+        "{\n.reg .pred p;\nsetp.ne.b32 p, %66, 0;\n"
+        "wgmma.mma_async.sync.aligned.m64n128k16.f32.bf16.bf16 "
+        "{%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,%12,%13,%14,%15,"
+        "%16,%17,%18,%19,%20,%21,%22,%23,%24,%25,%26,%27,%28,%29,%30,%31,"
+        "%32,%33,%34,%35,%36,%37,%38,%39,%40,%41,%42,%43,%44,%45,%46,%47,"
+        "%48,%49,%50,%51,%52,%53,%54,%55,%56,%57,%58,%59,%60,%61,%62,%63}, "
+        "%64, %65, p, 1, 1, 0, 0;\n}\n"
+        : HOPPER_16(d, 0), HOPPER_16(d, 16), HOPPER_16(d, 32), HOPPER_16(d, 48)
         : "l"(a), "l"(b), "r"(accumulate));
 }
 // d[64 x 256] += A[64 x 16] B[16 x 256], A K-major and B MN-major, both in shared memory.

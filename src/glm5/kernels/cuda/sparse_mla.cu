@@ -36,7 +36,8 @@ struct Shared {
     alignas(1024) uint8_t q[kSharedChunks][kQChunkBytes];
     alignas(1024) uint8_t p[2][kPBytes];
     float alpha[2][kHeads];
-    float top[kHeads], sum[kHeads], weight[kHeads];
+    float top[kHeads], sum[kHeads], weight[kHeads + 16];
+    uint32_t valid[kStages];
     alignas(8) uint64_t full[kStages], p_full[2], p_empty[2], stats_full, stats_empty;
 };
 static_assert(sizeof(Shared) <= 227 * 1024, "shared memory of one block");
@@ -79,16 +80,15 @@ __device__ __forceinline__ uint32_t pack(float lo, float hi) {
 
 __device__ __forceinline__ void issue_scores(float (&s)[16], uint32_t q_shared, const uint32_t (&q)[kRegisterSteps * 4],
                                              uint32_t stage) {
+    const uint64_t a = descriptor(q_shared, 0, 1024, k128B), b = descriptor(stage, 0, 1024, k128B);
     pin(s);
     mma_fence();
 #pragma unroll
     for (int i = 0; i < kSharedChunks * 4; ++i)
-        mma_n32(s, descriptor(q_shared + i / 4 * kQChunkBytes + i % 4 * 32, 0, 1024, k128B),
-                descriptor(stage + i / 4 * kChunkBytes + i % 4 * 32, 0, 1024, k128B), i > 0);
+        mma_n32(s, advance(a, i / 4 * kQChunkBytes + i % 4 * 32), advance(b, i / 4 * kChunkBytes + i % 4 * 32), i > 0);
 #pragma unroll
     for (int i = 0; i < kRegisterSteps; ++i)
-        mma_n32(s, q + 4 * i,
-                descriptor(stage + (kSharedChunks + i / 4) * kChunkBytes + i % 4 * 32, 0, 1024, k128B), 1);
+        mma_n32(s, q + 4 * i, advance(b, (kSharedChunks + i / 4) * kChunkBytes + i % 4 * 32), 1);
     mma_commit();
 }
 
@@ -102,7 +102,7 @@ struct Row {
         high = reduce_max(high) * scale;
         float alpha = 1.0f;
         if (high > top + kRescaleAbove || top == -INFINITY) {
-            alpha = top == -INFINITY ? 1.0f : exp2f(top - high);
+            alpha = top == -INFINITY ? 1.0f : fast_exp2(top - high);
             top = high;
         }
         const float shift = top == -INFINITY ? 0.0f : top;
@@ -112,7 +112,7 @@ struct Row {
 #pragma unroll
             for (int i = 0; i < 2; ++i) {
                 float& x = s[4 * j + first + i];
-                x = exp2f(fmaf(x, scale, -shift));
+                x = fast_exp2(fmaf(x, scale, -shift));
                 total += x;
             }
         }
@@ -121,9 +121,20 @@ struct Row {
     }
 };
 
-// Where the copies of a block are: `step` of `item`, whose last step is `end`; `index` is this lane's position.
+// A rank's steps of a query. Within a cluster the share is fixed, so that copies start without a look at the indices.
+struct Span {
+    int begin, end;
+    template <int kSplits> static __device__ __forceinline__ Span of(const Params& params, int item, int rank, int lane) {
+        const int* selected = params.selected + static_cast<int64_t>(item) * params.keys;
+        const int steps = kSplits > 1 ? (params.keys + kKeys - 1) / kKeys : count_steps(selected, params.keys, lane);
+        return {steps * rank / kSplits, steps * (rank + 1) / kSplits};
+    }
+};
+
+// Where a block's copies are: `step` of `item`, whose steps stop at `end`, and where its rows are.
 struct Cursor {
-    int item, step, end, index;
+    int item, step, end;
+    const __nv_bfloat16* kv;
 };
 
 template <int kSplits>
@@ -136,7 +147,7 @@ __global__ void __launch_bounds__(384, 1) sparse_mla_kernel(const __grid_constan
     const int first_item = blockIdx.x / kSplits, item_stride = gridDim.x / kSplits;
 
     if (threadIdx.x == 0) {
-        for (int i = 0; i < kStages; ++i) barrier_init(smem_address(&shared.full[i]), 256);
+        for (int i = 0; i < kStages; ++i) barrier_init(smem_address(&shared.full[i]), 257);
         for (int i = 0; i < 2; ++i) {
             barrier_init(smem_address(&shared.p_full[i]), 128);
             barrier_init(smem_address(&shared.p_empty[i]), 8);
@@ -156,7 +167,6 @@ __global__ void __launch_bounds__(384, 1) sparse_mla_kernel(const __grid_constan
     if (role == 0) {  // ------------------------------------------------------------------------------ scorer
         uint32_t round = 0;
         for (int item = first_item; item < params.queries; item += item_stride, ++round) {
-            const int* selected = params.selected + static_cast<int64_t>(item) * params.keys;
             const __nv_bfloat16* query = params.q + item * params.q_stride;
             named_barrier(1, 128);  // every warp is done with the previous query in shared memory
 #pragma unroll
@@ -172,9 +182,8 @@ __global__ void __launch_bounds__(384, 1) sparse_mla_kernel(const __grid_constan
                 const int row = i % 2 ? row1 : row0, col = kSharedChunks * 64 + i / 4 * 16 + i % 4 / 2 * 8 + lane % 4 * 2;
                 q[i] = row < params.heads ? *reinterpret_cast<const uint32_t*>(query + row * params.q_head_stride + col) : 0u;
             }
-            const int steps = count_steps(selected, params.keys, lane);
-            const int begin = steps * rank / kSplits, todo = steps * (rank + 1) / kSplits - begin;
-            int index = index_at(item, begin), step = begin;
+            const Span span = Span::of<kSplits>(params, item, rank, lane);
+            const int todo = span.end - span.begin;
             fence_async();
             named_barrier(1, 128);
 
@@ -187,8 +196,7 @@ __global__ void __launch_bounds__(384, 1) sparse_mla_kernel(const __grid_constan
                 issue_scores(s, q_shared, q, smem_address(shared.stage[at % kStages]));
             };
             auto finish = [&](float (&s)[16]) {
-                const uint32_t valid = __ballot_sync(~0u, index >= 0);
-                index = index_at(item, ++step);
+                const uint32_t valid = shared.valid[it % kStages];
                 if (valid != ~0u) {
 #pragma unroll
                     for (int i = 0; i < 16; ++i)
@@ -257,46 +265,55 @@ __global__ void __launch_bounds__(384, 1) sparse_mla_kernel(const __grid_constan
     } else {  // -------------------------------------------------------------------------------------- mixers
         const int half = role - 1, row = tid / 8, unit = tid % 8;
         const uint32_t offset = row * 128 + ((unit ^ (row & 7)) << 4);
-        Cursor next = {first_item - item_stride, 0, 0, -1};
+        Cursor next = {first_item - item_stride, 0, 0, nullptr};
         uint32_t copied = 0;
-        auto advance = [&] {  // to the next step that holds a position, in this query or a later one
+        auto advance = [&] {  // to the next step that holds a position, in this query or a later one; its index
             while (++next.step >= next.end) {
                 next.item += item_stride;
-                if (next.item >= params.queries) return;
-                const int* selected = params.selected + static_cast<int64_t>(next.item) * params.keys;
-                const int steps = count_steps(selected, params.keys, lane);
-                next.step = steps * rank / kSplits - 1;
-                next.end = steps * (rank + 1) / kSplits;
+                if (next.item >= params.queries) return -1;
+                const Span span = Span::of<kSplits>(params, next.item, rank, lane);
+                next.step = span.begin - 1, next.end = span.end;
+                next.kv = params.kv + next.item / params.queries_per_batch * params.kv_batch_stride + unit * 8 + half * 256;
             }
-            next.index = index_at(next.item, next.step);
+            return index_at(next.item, next.step);
         };
         // This mixer's columns of a step: four chunks of 64, and half the rows of the ninth.
-        auto copy = [&] {
-            if (next.item >= params.queries) return;
-            const int index = next.index;
+        auto copy = [&](int index, const __nv_bfloat16* kv) {
+            const uint32_t valid = __ballot_sync(~0u, index >= 0);
             const int a = __shfl_sync(~0u, index, row), b = __shfl_sync(~0u, index, row + 16);
-            const __nv_bfloat16* kv = params.kv + next.item / params.queries_per_batch * params.kv_batch_stride + unit * 8;
-            const __nv_bfloat16* from_a = kv + max(a, 0) * params.kv_stride;
-            const __nv_bfloat16* from_b = kv + max(b, 0) * params.kv_stride;
+            const __nv_bfloat16* from_a = kv + static_cast<int64_t>(max(a, 0)) * params.kv_stride;
+            const __nv_bfloat16* from_b = kv + static_cast<int64_t>(max(b, 0)) * params.kv_stride;
             const uint32_t bytes_a = a < 0 ? 0 : 16, bytes_b = b < 0 ? 0 : 16;
             const uint32_t s = copied++ % kStages, dst = smem_address(shared.stage[s]) + offset;
-            advance();
 #pragma unroll
             for (int c = 0; c < 4; ++c) {
-                copy16(dst + (half * 4 + c) * kChunkBytes, from_a + (half * 4 + c) * 64, bytes_a);
-                copy16(dst + (half * 4 + c) * kChunkBytes + 2048, from_b + (half * 4 + c) * 64, bytes_b);
+                copy16(dst + (half * 4 + c) * kChunkBytes, from_a + c * 64, bytes_a);
+                copy16(dst + (half * 4 + c) * kChunkBytes + 2048, from_b + c * 64, bytes_b);
             }
-            copy16(dst + 8 * kChunkBytes + half * 2048, (half ? from_b : from_a) + 512, half ? bytes_b : bytes_a);
+            copy16(dst + 8 * kChunkBytes + half * 2048, (half ? from_b + 256 : from_a + 512), half ? bytes_b : bytes_a);
+            if (threadIdx.x == 128) {
+                shared.valid[s] = valid;
+                barrier_arrive(smem_address(&shared.full[s]));
+            }
             barrier_arrive_after_copies(smem_address(&shared.full[s]));
         };
-        advance();
-        for (int i = 0; i < kStages; ++i) copy();
+        int index = -1;
+        {
+            int ahead[kStages];
+            const __nv_bfloat16* base[kStages];
+            bool real[kStages];
+#pragma unroll
+            for (int i = 0; i < kStages; ++i) ahead[i] = advance(), base[i] = next.kv, real[i] = next.item < params.queries;
+#pragma unroll
+            for (int i = 0; i < kStages; ++i)
+                if (real[i]) copy(ahead[i], base[i]);
+            if (next.item < params.queries) index = advance();
+        }
 
         uint32_t round = 0;
         for (int item = first_item; item < params.queries; item += item_stride, ++round) {
-            const int* selected = params.selected + static_cast<int64_t>(item) * params.keys;
-            const int steps = count_steps(selected, params.keys, lane);
-            const int todo = steps * (rank + 1) / kSplits - steps * rank / kSplits;
+            const Span span = Span::of<kSplits>(params, item, rank, lane);
+            const int todo = span.end - span.begin;
             float acc[128];
 #pragma unroll
             for (int i = 0; i < 128; ++i) acc[i] = 0.0f;
@@ -308,19 +325,21 @@ __global__ void __launch_bounds__(384, 1) sparse_mla_kernel(const __grid_constan
 #pragma unroll
                     for (int j = 0; j < 128; ++j) acc[j] *= j % 4 < 2 ? alpha0 : alpha1;
                 }
-                fence_async();
-                const uint32_t p = smem_address(shared.p[buffer]);
-                const uint32_t v = smem_address(shared.stage[s]) + half * 4 * kChunkBytes;
+                const uint64_t p = descriptor(smem_address(shared.p[buffer]), 128, 512, kNone);
+                const uint64_t v = descriptor(smem_address(shared.stage[s]) + half * 4 * kChunkBytes, kChunkBytes, 1024, k128B);
                 pin(acc);
                 mma_fence();
-                mma_n256(acc, descriptor(p, 128, 512, kNone), descriptor(v, kChunkBytes, 1024, k128B));
-                mma_n256(acc, descriptor(p + 256, 128, 512, kNone), descriptor(v + 2048, kChunkBytes, 1024, k128B));
+                mma_n256(acc, p, v);
+                mma_n256(acc, hopper::advance(p, 256), hopper::advance(v, 2048));
                 mma_commit();
                 mma_wait<0>();
                 pin(acc);
                 if (lane == 0) barrier_arrive(smem_address(&shared.p_empty[buffer]));
                 named_barrier(2 + half, 128);  // all four warps are done with these columns
-                copy();
+                if (next.item < params.queries) {
+                    copy(index, next.kv);
+                    index = advance();
+                }
             }
             barrier_wait(smem_address(&shared.stats_full), round & 1);
             if (kSplits == 1) {
@@ -351,10 +370,10 @@ __global__ void __launch_bounds__(384, 1) sparse_mla_kernel(const __grid_constan
         cluster_arrive();
         cluster_wait();
         if (role >= 1) {
-            constexpr int kShare = kHeads / kSplits;
+            constexpr int kShare = (kHeads + kSplits - 1) / kSplits;  // the last rank's share may be smaller
             const int t = threadIdx.x - 128;
             const int64_t item = first_item;
-            if (t < kShare) {
+            if (t < kShare && rank * kShare + t < kHeads) {
                 const int row = rank * kShare + t;
                 float top[kSplits], sum[kSplits], high = -INFINITY, total = 0.0f;
 #pragma unroll
@@ -380,6 +399,7 @@ __global__ void __launch_bounds__(384, 1) sparse_mla_kernel(const __grid_constan
 #pragma unroll 4
             for (int u = t; u < kShare * (kValue / 4); u += 256) {
                 const int local = u / (kValue / 4), col = u % (kValue / 4) * 4, row = rank * kShare + local;
+                if (row >= params.heads) break;
                 const uint32_t addr = base + (row * kPartialStride + col) * 4;
                 float4 sum = make_float4(0, 0, 0, 0);
 #pragma unroll
@@ -389,9 +409,8 @@ __global__ void __launch_bounds__(384, 1) sparse_mla_kernel(const __grid_constan
                     sum.x = fmaf(w, v.x, sum.x), sum.y = fmaf(w, v.y, sum.y);
                     sum.z = fmaf(w, v.z, sum.z), sum.w = fmaf(w, v.w, sum.w);
                 }
-                if (row < params.heads)
-                    *reinterpret_cast<uint2*>(params.out + (item * params.heads + row) * kValue + col) =
-                        make_uint2(pack(sum.x, sum.y), pack(sum.z, sum.w));
+                *reinterpret_cast<uint2*>(params.out + (item * params.heads + row) * kValue + col) =
+                    make_uint2(pack(sum.x, sum.y), pack(sum.z, sum.w));
             }
         }
         cluster_arrive();  // no block leaves while another reads its shared memory
@@ -435,14 +454,19 @@ extern "C" {
 int sparse_mla_capacity(int splits) {
     switch (splits) {
         case 2: return capacity<2>();
+        case 3: return capacity<3>();
         case 4: return capacity<4>();
+        case 5: return capacity<5>();
+        case 6: return capacity<6>();
+        case 7: return capacity<7>();
         case 8: return capacity<8>();
+        case 12: return capacity<12>();
         case 16: return capacity<16>();
     }
     return -1;
 }
 
-// Returns a cudaError_t. `splits` is 1, 2, 4, 8 or 16; `blocks` is the persistent grid when `splits` is 1.
+// Returns a cudaError_t. `splits` as above, or 1; `blocks` is the persistent grid when it is 1.
 int sparse_mla(const void* q, const void* kv, const void* selected, void* out, void* lse, int queries, int heads, int keys,
                int queries_per_batch, int64_t q_stride, int64_t q_head_stride, int64_t kv_batch_stride, int64_t kv_stride,
                float scale, int splits, int blocks, void* stream) {
@@ -454,8 +478,13 @@ int sparse_mla(const void* q, const void* kv, const void* selected, void* out, v
     switch (splits) {
         case 1: return launch<1>(params, blocks, s);
         case 2: return launch<2>(params, queries * 2, s);
+        case 3: return launch<3>(params, queries * 3, s);
         case 4: return launch<4>(params, queries * 4, s);
+        case 5: return launch<5>(params, queries * 5, s);
+        case 6: return launch<6>(params, queries * 6, s);
+        case 7: return launch<7>(params, queries * 7, s);
         case 8: return launch<8>(params, queries * 8, s);
+        case 12: return launch<12>(params, queries * 12, s);
         case 16: return launch<16>(params, queries * 16, s);
     }
     return cudaErrorInvalidValue;

@@ -12,10 +12,10 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from glm5.kernels.cuda.build import check, library
+from glm5.kernels.cuda.build import check, library, multiprocessors
 
 HEADS, WIDTH, VALUE = 64, 576, 512
-SPLITS = (16, 8, 4, 2, 1)
+SPLITS = (16, 12, 8, 7, 6, 5, 4, 3, 2, 1)
 _P, _I, _L = ctypes.c_void_p, ctypes.c_int, ctypes.c_int64
 
 
@@ -36,7 +36,7 @@ def sparse_mla(
         kv_BSX: bf16 [B, S, 576], last dimension contiguous; row and batch strides multiples of 8.
         selected_BTK: int32 [B, T, K], contiguous, slots below S; -1 only at the end of a row.
         value_dim: 512.
-        splits: blocks that share a query: 1, 2, 4, 8 or 16. None chooses by B * T, so that the choice, and with it
+        splits: blocks that share a query, one of SPLITS. None chooses by B * T, so that the choice, and with it
             the rounding, depends on the batch; fix it for batch-invariant results.
         out: (out_BTHC, lse_BTH) to write into, contiguous.
 
@@ -76,7 +76,7 @@ def sparse_mla(
     device = q_BTHX.device.index or 0
     if splits is None:
         splits = choose_splits(rows, selected_BTK.shape[-1], device)
-    blocks = min(rows, _multiprocessors(device))
+    blocks = min(rows, multiprocessors(device))
     stream = torch.cuda.current_stream(q_BTHX.device).cuda_stream
     status = _launcher()(
         q_BTHX.data_ptr(), kv_BSX.data_ptr(), selected_BTK.data_ptr(), out[0].data_ptr(), out[1].data_ptr(),
@@ -92,7 +92,7 @@ def choose_splits(rows: int, keys: int, device: int) -> int:
     steps = -(-keys // 32)
     best, best_cost = 1, float("inf")
     for splits in SPLITS:
-        resident = _multiprocessors(device) if splits == 1 else clusters_at_once(splits, device)
+        resident = multiprocessors(device) if splits == 1 else clusters_at_once(splits, device)
         if resident < 1:
             continue
         # Entering and leaving a block costs about as much as 6 steps; combining about as much as 4.
@@ -108,11 +108,6 @@ def clusters_at_once(splits: int, device: int) -> int:
     """How many clusters of `splits` blocks the device runs at the same time."""
     with torch.cuda.device(device):
         return library().sparse_mla_capacity(splits)
-
-
-@functools.cache
-def _multiprocessors(device: int) -> int:
-    return torch.cuda.get_device_properties(device).multi_processor_count
 
 
 @functools.cache

@@ -88,7 +88,7 @@ def index_scores(
     block_s: int | None = None,
     warps: int | None = None,
     stages: int | None = None,
-    programs: int = 132 * 4,
+    programs: int = 132 * 2,
 ) -> Tensor:
     """Index scores fp32 [B, T, S], -inf outside each query's interval.
 
@@ -118,7 +118,7 @@ def index_scores(
     decode = queries * heads <= 64
     block_q = block_q or (max(1, triton.next_power_of_2(queries)) if decode else max(1, 128 // heads))
     block_s = block_s or 128
-    warps, stages = warps or 4, stages or (4 if decode else 3)
+    warps, stages = warps or 4, stages or (3 if decode else 2)
     groups, tiles = triton.cdiv(queries, block_q), triton.cdiv(slots, block_s)
     parts = max(1, min(tiles, programs // (groups * batch)))
     each = triton.cdiv(tiles, parts)
@@ -141,12 +141,13 @@ def index_select(
     k: int,
     *,
     topk: Callable[[Tensor, int, Tensor, Tensor], Tensor],
+    scores: Callable[..., Tensor] = index_scores,
     tile_bytes: int = 2**28,
 ) -> Tensor:
     """Score and select tile by tile of queries: int32 [B, T, min(k, S)], ascending, -1 padded.
 
     Scores of at most `tile_bytes` exist at a time, in one buffer that the tiles share. `topk(scores, k, first, last)`
-    is a stable top-k that reads only the slots inside the bounds (`glm5.kernels.cuda.stable_topk`).
+    is a stable top-k that reads only the slots inside the bounds; `scores` is called like `index_scores`.
     """
     batch, queries = first_BT.shape
     slots = k_BSI.shape[1]
@@ -155,7 +156,7 @@ def index_select(
     for start in range(0, queries, tile):
         part = slice(start, min(start + tile, queries))
         first, last = first_BT[:, part].contiguous(), last_BT[:, part].contiguous()
-        scores = index_scores(q_BTJI[:, part], w_BTJ[:, part], k_BSI, first, last, fill=False)
-        chosen = topk(scores.flatten(0, 1), k, first.flatten(), last.flatten())
+        scored = scores(q_BTJI[:, part], w_BTJ[:, part], k_BSI, first, last, fill=False)
+        chosen = topk(scored.flatten(0, 1), k, first.flatten(), last.flatten())
         picked[:, part] = chosen.view(batch, -1, chosen.shape[-1])
     return picked

@@ -1,0 +1,104 @@
+"""Lightning-indexer scores on Hopper, and the selection by them. The kernel is `index_scores.cu`.
+
+It is made for prefill; a few queries a sequence are bound by the keys' bytes, which `glm5.kernels.triton.index_scores`
+reads at full speed. Read next: `index_scores.cu`, `topk`.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from glm5.kernels import triton
+from glm5.kernels.cuda.build import check, library, multiprocessors
+from glm5.kernels.cuda.topk import stable_topk
+
+HEADS, WIDTH, QUERIES, KEYS, GROUPS = 32, 128, 4, 64, 3
+_P, _I, _L = ctypes.c_void_p, ctypes.c_int, ctypes.c_int64
+
+
+def index_scores(
+    q_BTJI: Tensor,
+    w_BTJ: Tensor,
+    k_BSI: Tensor,
+    first_BT: Tensor,
+    last_BT: Tensor,
+    *,
+    fill: bool = True,
+    out: Tensor | None = None,
+    parts: int | None = None,
+) -> Tensor:
+    """Index scores fp32 [B, T, S], -inf outside each query's interval.
+
+    Args:
+        q_BTJI: bf16 [B, T, 32, 128], contiguous columns. w_BTJ: fp32 head weights with every scale folded in,
+            contiguous columns. k_BSI: bf16 [B, S, 128], contiguous columns; strides multiples of 8.
+        first_BT, last_BT: int32 [B, T], contiguous, inclusive bounds.
+        fill: write -inf outside the intervals; without it those elements keep what `out` held.
+        out: contiguous fp32 [B, T, S] to write into.
+        parts: pieces into which the keys of 4 queries are cut; None chooses.
+
+    Raises:
+        ValueError: a shape, stride or dtype that the kernel does not take.
+    """
+    batch, queries, heads, width = q_BTJI.shape
+    slots = k_BSI.shape[1]
+    if (heads, width) != (HEADS, WIDTH) or k_BSI.shape != (batch, slots, WIDTH):
+        raise ValueError(f"index_scores takes {HEADS} heads of {WIDTH}, not {heads} of {width}")
+    if q_BTJI.dtype != torch.bfloat16 or k_BSI.dtype != torch.bfloat16 or w_BTJ.dtype != torch.float32:
+        raise ValueError("index_scores takes bfloat16 queries and keys and float32 weights")
+    if q_BTJI.stride(3) != 1 or w_BTJ.stride(2) != 1 or k_BSI.stride(2) != 1:
+        raise ValueError("index_scores takes contiguous columns")
+    strides = (*q_BTJI.stride()[:3], *w_BTJ.stride()[:2], *k_BSI.stride()[:2])
+    aligned = q_BTJI.data_ptr() % 16 == 0 and k_BSI.data_ptr() % 16 == 0
+    if not aligned or any(s % 8 for s in (*strides[:3], *strides[5:])):
+        raise ValueError("index_scores takes rows aligned to 16 bytes")
+    for bound_BT in (first_BT, last_BT):
+        if bound_BT.dtype != torch.int32 or not bound_BT.is_contiguous():
+            raise ValueError("index_scores takes contiguous int32 bounds")
+    if out is None:
+        out = torch.empty(batch, queries, slots, dtype=torch.float32, device=q_BTJI.device)
+    if out.numel() == 0:
+        return out
+    processors = multiprocessors(q_BTJI.device.index or 0)
+    blocks = batch * -(-queries // QUERIES)
+    if parts is None:
+        parts = choose_parts(blocks, -(-slots // (KEYS * GROUPS)), processors)
+    status = _launcher()(
+        q_BTJI.data_ptr(), w_BTJ.data_ptr(), k_BSI.data_ptr(), first_BT.data_ptr(), last_BT.data_ptr(), out.data_ptr(),
+        batch, queries, slots, *strides, fill, parts, min(processors, blocks * parts),
+        torch.cuda.current_stream(q_BTJI.device).cuda_stream,
+    )  # fmt: skip
+    check(status, "index_scores")
+    return out
+
+
+@functools.cache
+def choose_parts(blocks: int, rounds: int, processors: int) -> int:
+    """Cut each block's keys so that whole waves fill the chip; entering a piece costs about 6 rounds of tiles."""
+    return min(range(1, 33), key=lambda parts: -(-blocks * parts // processors) * (rounds / parts + 6))
+
+
+def index_select(
+    q_BTJI: Tensor, w_BTJ: Tensor, k_BSI: Tensor, first_BT: Tensor, last_BT: Tensor, k: int, *, tile_bytes: int = 2**28
+) -> Tensor:
+    """Score and select tile by tile of queries: int32 [B, T, min(k, S)], ascending, -1 padded.
+
+    Scores of at most `tile_bytes` exist at a time. Arguments as in `index_scores`.
+    """
+    scores: Callable[..., Tensor] = index_scores if q_BTJI.shape[1] >= QUERIES else triton.index_scores
+    return triton.index_select(
+        q_BTJI, w_BTJ, k_BSI, first_BT, last_BT, k, topk=stable_topk, scores=scores, tile_bytes=tile_bytes
+    )
+
+
+@functools.cache
+def _launcher() -> Callable[..., int]:
+    function = library().index_scores
+    function.argtypes = [_P] * 6 + [_I] * 3 + [_L] * 7 + [_I] * 3 + [_P]
+    function.restype = _I
+    return function
