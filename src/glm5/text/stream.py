@@ -35,7 +35,5 @@ class StreamDecoder:
         return self._utf8.decode(self._tokenizer.decode_bytes(ids, self._skip_control))
 
     def finish(self) -> str:
-        """What is left at the end of the sequence: U+FFFD if it ended inside a character. The decoder is reset."""
-        rest = self._utf8.decode(b"", final=True)
-        self._utf8.reset()
-        return rest
+        """What is left at the end of the sequence: U+FFFD if it ended inside a character. Then begin anew."""
+        return self._utf8.decode(b"", final=True)
