@@ -2,17 +2,29 @@
 
 from __future__ import annotations
 
+import math
+import re
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
 
+from glm5.data.loader import Batch, TokenDataset
+from glm5.data.packing import first_and_positions
+from glm5.kernels import cross_entropy
 from glm5.model.glm5 import GLM5
+from glm5.model.trace import Aux
+from glm5.model.weights import load_model
+from glm5.train.checkpoint import CheckpointStore
 from glm5.train.loop import Rows, Trainer
+from glm5.train.schedule import BatchWarmup
 from glm5.train.totals import Counts, Totals
-from support.training import dataset, trainer
+from glm5.utils.errors import ConfigError, DataError, NumericalError
+from glm5.utils.runlog import read_metrics
+from support.training import SEQ_LEN, VOCAB, dataset, same, tensors, tiny, trainer
 
 
 @pytest.fixture(autouse=True)
@@ -86,8 +98,6 @@ def test_the_loss_is_its_formula(tmp_path: Path) -> None:
     totals = Totals(len(of.routers), 2)
     loss = of._losses(rows, 0, counts, totals)
 
-    from glm5.model.trace import Aux
-
     aux = Aux(indexer=True, balance=True, valid=rows.valid_BT)
     trunk = of.model.hidden(rows.input_BT, documents=rows.documents_BT, sparse=True, aux=aux)
     kept = rows.head(1)
@@ -128,3 +138,267 @@ def test_mtp_trains_on_its_share_of_the_step(tmp_path: Path, monkeypatch: pytest
         seen.clear()
         trainer(tmp_path, data, mtp_share=share, micro_batch=micro_batch).step()
         assert seen == expected, (share, micro_batch)
+
+
+def test_the_head_in_chunks_gives_the_gradients_of_the_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    data = dataset(tmp_path)
+    whole = gradients(trainer(tmp_path, data, clip=1e9), monkeypatch)
+    for tokens in (1, 37):
+        monkeypatch.setattr(cross_entropy, "CHUNK_ELEMENTS", {"cpu": tokens * VOCAB, "cuda": 1})
+        close(whole, gradients(trainer(tmp_path, data, clip=1e9), monkeypatch))
+
+
+# --------------------------------------------------------------------------- packed rows
+def alone(batch: Batch) -> Batch:
+    """The same documents, each in a row of its own at slot 0, with padding behind."""
+    rows = []
+    for ids, document, loss in zip(batch.ids_BS, batch.document_BS, batch.loss_BS, strict=True):
+        for d in dict.fromkeys(document[document >= 0].tolist()):
+            here = document == d
+            row = np.zeros_like(ids), np.full_like(document, -1), np.zeros_like(loss)
+            for empty, full in zip(row, (ids, document, loss), strict=True):
+                empty[: here.sum()] = full[here]
+            rows.append(row)
+    ids_BS, document_BS, loss_BS = (np.stack(x) for x in zip(*rows, strict=True))
+    first_BT, position_BT = first_and_positions(document_BS[:, : batch.seq_len])
+    return Batch(ids_BS, document_BS, loss_BS, first_BT, position_BT, np.zeros_like(first_BT))
+
+
+@pytest.mark.parametrize("stage", ["pretrain", "warmup", "sparse"])
+def test_packed_documents_train_as_if_alone(stage: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    data = dataset(tmp_path, (13, 12, 9, 9, 8, 25, 4, 90))
+    packed = data.batch(range(data.rows))
+    apart = alone(packed)
+    assert len(apart) > len(packed) >= 3
+    found = []
+    for batch in (packed, apart):
+        # Balance is a property of a row, so it does differ.
+        of = trainer(tmp_path, data, stage=stage, rows=len(batch), balance_weight=0.0, clip=1e9, lr=1e-3)
+        monkeypatch.setattr(of.loader, "batch", lambda *_, batch=batch: batch)
+        found.append(gradients(of, monkeypatch))
+    close(*found, tolerance=1e-5)
+
+
+def test_rows_of_one_document_need_no_mask(tmp_path: Path) -> None:
+    """The fused kernel's case is taken for full rows of one document alone, and changes nothing."""
+    data = dataset(tmp_path)
+    kinds = [Rows.of(data.batch([row]), torch.device("cpu")) for row in range(data.rows)]
+    plain = [rows for rows in kinds if rows.documents_BT is None]
+    assert 0 < len(plain) < len(kinds)
+    model = tiny()
+    for rows in plain:
+        assert bool(rows.valid_BT.all())
+        with_mask = model.hidden(rows.input_BT, documents=torch.zeros_like(rows.input_BT), sparse=False)
+        torch.testing.assert_close(model.hidden(rows.input_BT, sparse=False), with_mask)
+
+
+# --------------------------------------------------------------------------- what each stage moves
+def test_warmup_moves_the_indexers_and_nothing_else(tmp_path: Path) -> None:
+    of = trainer(tmp_path, dataset(tmp_path), stage="warmup", weight_decay=0.5)
+    before = tensors(of)
+    for _ in range(3):
+        metrics = of.step()
+    unmoved = same(before, tensors(of))
+    assert set(unmoved) == {name for name in before if ".indexer." not in name}
+    assert len(before) - len(unmoved) == 3 * 5  # three layers, the MTP block's among them, of five tensors
+    assert "loss" not in metrics
+
+
+def test_warmup_brings_the_indexers_closer(tmp_path: Path) -> None:
+    of = trainer(tmp_path, dataset(tmp_path), stage="warmup", steps=100, lr=2e-2, rows=6, mtp_depths=0)
+    kl = [of.step()["indexer_kl"] for _ in range(100)]
+    assert sum(kl[-5:]) < 0.5 * sum(kl[:5])
+
+
+def test_the_language_model_and_the_indexers_learn_apart(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Sparse stage: bit for bit, the KL gives the model nothing, and the language model's losses the indexers."""
+    data = dataset(tmp_path)
+    options = dict(stage="sparse", clip=1e9, balance_weight=0.1)
+    both = gradients(trainer(tmp_path, data, **options), monkeypatch)
+    no_kl = gradients(trainer(tmp_path, data, **options, indexer_weight=0.0), monkeypatch)
+    other_lm = gradients(trainer(tmp_path, data, **{**options, "balance_weight": 0.0}, mtp_weight=0.9), monkeypatch)
+    indexers = {name for name in both if ".indexer." in name}
+    assert len(indexers) == 3 * 5
+    assert {n for n in both if not no_kl[n].any()} == indexers
+    assert set(same(both, no_kl)) == set(both) - indexers
+    assert indexers <= set(same(both, other_lm))
+    assert "model.layers.2.eh_proj.weight" not in same(both, other_lm)
+
+
+def test_pretraining_leaves_the_indexers_alone(tmp_path: Path) -> None:
+    of = trainer(tmp_path, dataset(tmp_path), weight_decay=0.5)
+    before = tensors(of)
+    metrics = of.step()
+    assert set(same(before, tensors(of))) == {name for name in before if ".indexer." in name}
+    assert 0 < metrics["indexer_recall"] < 1
+
+
+def test_without_depths_the_mtp_block_rests(tmp_path: Path) -> None:
+    data = dataset(tmp_path)
+    for layer_types in (("dense", "sparse"), ("dense", "dense")):
+        of = trainer(tmp_path, data, model=tiny(mlp_layer_types=layer_types), mtp_depths=0)
+        before = tensors(of)
+        of.step()
+        unmoved = same(before, tensors(of))
+        assert {n for n in before if n.startswith("model.layers.2.")} <= set(unmoved)
+        assert "lm_head.weight" not in unmoved
+
+
+# --------------------------------------------------------------------------- the router's bias
+def test_the_router_bias_moves_by_the_rate_towards_balance(tmp_path: Path) -> None:
+    data = dataset(tmp_path)
+    of = trainer(tmp_path, data, micro_batch=2, bias_rate=1e-3)
+    names = ["model.layers.1.mlp.gate.e_score_correction_bias", "model.layers.2.mlp.gate.e_score_correction_bias"]
+    with torch.no_grad():
+        for name in names:
+            of.model.get_buffer(name).copy_(torch.tensor([7.0, 7.1, 7.0, 6.9]))
+    before = tensors(of)
+    rows = Rows.of(of.loader.batch(0, 4), torch.device("cpu"))
+    aux = Aux(valid=rows.valid_BT)
+    with torch.no_grad():
+        trunk = of.model.hidden(rows.input_BT, documents=rows.documents_BT, sparse=False, aux=aux)
+        list(of.model.mtp_hidden(trunk, rows.ids_BS, 3, documents=rows.documents_BT, sparse=False, aux=aux))
+    of.step()
+    after = tensors(of)
+    for name, load in zip(names, (aux.loads[0], sum(aux.loads[1:])), strict=True):
+        assert load.sum() == 2 * int(rows.valid_BT.sum()) * (1 if name == names[0] else 3)
+        direction = torch.sign(load.double().mean() - load.double()).float()
+        assert torch.equal(after[name], before[name] + 1e-3 * direction)
+        assert direction.abs().sum() > 0
+
+
+def test_bias_and_master_weights_stay_fp32_in_bf16(tmp_path: Path) -> None:
+    model = tiny()
+    given = {name: p.detach().clone() for name, p in model.named_parameters()}
+    bias = model.get_buffer("model.layers.1.mlp.gate.e_score_correction_bias")
+    bias.fill_(7.0)
+    of = trainer(tmp_path, dataset(tmp_path), model=model, precision="bf16", lr=0.0, weight_decay=0.0)
+    assert of.model.dtype == torch.bfloat16
+    of.step()
+    moved = of.model.get_buffer("model.layers.1.mlp.gate.e_score_correction_bias")
+    assert moved.dtype == torch.float32
+    assert set(((moved - 7.0).abs() * 1000).round(decimals=2).tolist()) <= {0.0, 1.0}  # bf16 has steps of 0.03 there
+    assert not torch.equal(moved, torch.full_like(moved, 7.0))
+    # With a learning rate of 0 the weights come back as they were given, not rounded to bf16; so do those that rest.
+    of.export(tmp_path / "model")
+    written = load_model(tmp_path / "model")
+    assert written.dtype == torch.float32
+    for name, parameter in written.named_parameters():
+        assert torch.equal(parameter, given[name]), name
+    assert torch.equal(written.get_buffer("model.layers.1.mlp.gate.e_score_correction_bias"), moved)
+
+
+# --------------------------------------------------------------------------- learning
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_a_small_corpus_is_learned_by_heart(precision: Any, tmp_path: Path) -> None:
+    data = dataset(tmp_path, (60, 45, 20))
+    options = dict(rows=data.rows, lr=4e-2, mtp_weight=1.0, weight_decay=0.0)
+    of = trainer(tmp_path, data, steps=30, precision=precision, **options)
+    first = of.step()
+    assert first["loss"] == pytest.approx(math.log(VOCAB), abs=0.5)
+    for _ in range(29):
+        last = of.step()
+    # Random letters cannot be guessed: only memory brings the loss down, to what the first letters leave open.
+    assert last["loss"] < 0.25
+    assert max(last[f"mtp_loss_{d}"] for d in (1, 2, 3)) < 0.5
+
+
+def test_metrics_say_what_happened(tmp_path: Path) -> None:
+    data = dataset(tmp_path)
+    of = trainer(tmp_path, data, stage="sparse", micro_batch=2, batch=BatchWarmup(2, 4, 6), measure_every=2)
+    records = [of.step() for _ in range(4)]
+    assert [r["tokens"] for r in records] == np.cumsum(
+        [predictions(of, a, n) for a, n in ((0, 2), (2, 2), (4, 3), (7, 4))]
+    ).tolist()
+    assert of.samples == 11
+    assert all(
+        {"loss", "mtp_loss_1", "mtp_loss_3", "expert_load_max", "indexer_kl", "grad_norm"} <= r.keys() for r in records
+    )
+    # Recall is of the dense attention: the sparse pass alone would make it 1.
+    assert ["indexer_recall" in r for r in records] == [True, False, True, False]
+    assert 0 < records[0]["indexer_recall"] < 1
+    assert len(records[0]["attention_logit_max_by_layer"]) == 3
+    assert records[0]["update_rms"]["w_uk"] > 0
+
+
+def predictions(of: Trainer, first: int, count: int) -> int:
+    return int(of.loader.batch(first, count).targets(1)[1].sum())
+
+
+# --------------------------------------------------------------------------- options that contradict each other
+def test_contradictions_are_refused_by_name(tmp_path: Path) -> None:
+    data = dataset(tmp_path)
+    short = TokenDataset.open(tmp_path / "tokens", SEQ_LEN, ahead=2)
+    gqa = dict(attention="gqa", head_dim=8)
+    for options, field in (
+        (dict(model=tiny(num_nextn_predict_layers=0)), "mtp_depths=3"),
+        (dict(model=tiny(**gqa), stage="sparse"), "stage='sparse'"),
+        (dict(model=tiny(**gqa), stage="warmup"), "stage='warmup'"),
+        (dict(model=tiny(index_topk=SEQ_LEN), stage="sparse"), f"seq_len={SEQ_LEN}: must exceed index_topk"),
+        (dict(model=tiny(max_position_embeddings=16)), f"seq_len={SEQ_LEN}: must be at most max_position"),
+    ):
+        with pytest.raises(ConfigError, match=re.escape(field)):
+            trainer(tmp_path, data, **options)
+    with pytest.raises(ConfigError, match=r"mtp_depths=3.*2 tokens ahead"):
+        trainer(tmp_path, short)
+    trainer(tmp_path, short, mtp_depths=1).step()
+    trainer(tmp_path, data, model=tiny(**gqa)).step()
+
+
+def test_ids_outside_the_vocabulary_are_refused_before_the_first_step(tmp_path: Path) -> None:
+    data = dataset(tmp_path)
+    with pytest.raises(DataError, match=r"hold id \d+, outside the model's vocabulary of 40"):
+        trainer(tmp_path, data, model=tiny(vocab_size=40))
+
+
+# --------------------------------------------------------------------------- numbers that are not
+def test_a_nan_stops_the_run_and_names_its_tensor(tmp_path: Path) -> None:
+    of = trainer(tmp_path, dataset(tmp_path), steps=6)
+
+    def spoil(at: Trainer) -> None:
+        if at.finished_steps == 3:
+            with torch.no_grad():
+                at.model.model.layers[1].self_attn.kv_b_proj.weight[2, 5] = math.nan
+
+    with pytest.raises(NumericalError) as found:
+        of.run(on_step=spoil)
+    assert "the loss of step 3 is nan" in found.value.what
+    assert "parameter model.layers.1.self_attn.kv_b_proj.weight" in found.value.what
+    kept = CheckpointStore(tmp_path / "run" / "failed" / "step-3").load_newest()
+    assert kept is not None
+    assert kept.step == 3
+    assert str(kept.path) in found.value.mend
+    assert kept.tensors["model"]["model.layers.1.self_attn.kv_b_proj.weight"].isnan().sum() == 1
+    # The checkpoint before it is whole, and the run goes on from there to its end.
+    again = trainer(tmp_path, of.loader.dataset, steps=6)
+    again.run()
+    assert again.finished_steps == 6
+    assert [r["step"] for r in read_metrics(tmp_path / "run")] == [1, 2, 3, 4, 5, 6]
+
+
+def test_no_checkpoint_holds_a_nan(tmp_path: Path) -> None:
+    """An expert that no token visits can be bad without hurting a loss; it is found when it would be saved."""
+    of = trainer(tmp_path, dataset(tmp_path), bias_rate=0.0)
+    with torch.no_grad():
+        of.model.get_buffer("model.layers.1.mlp.gate.e_score_correction_bias")[2] = -100.0
+        of.model.model.layers[1].mlp.experts.down_proj[2, 5, 1] = math.inf
+    with pytest.raises(NumericalError, match=r"parameter model\.layers\.1\.mlp\.experts\.down_proj is not finite"):
+        of.run()
+    assert not of.store.list()
+
+
+def test_an_overflow_inside_is_named_by_its_module(tmp_path: Path) -> None:
+    of = trainer(tmp_path, dataset(tmp_path))
+    with torch.no_grad():
+        of.model.model.layers[0].mlp.down_proj.weight.fill_(3e38)  # finite itself; its product is not
+    with pytest.raises(NumericalError, match=r"output of model\.layers\.0\.mlp\.down_proj"):
+        of.step()
+
+
+def test_a_bad_gradient_is_named_and_changes_nothing(tmp_path: Path) -> None:
+    of = trainer(tmp_path, dataset(tmp_path))
+    of.model.lm_head.weight.register_hook(lambda grad: grad * math.inf)
+    before = tensors(of)
+    with pytest.raises(NumericalError, match=r"gradient of lm_head\.weight is not finite"):
+        of.step()
+    assert len(same(before, tensors(of))) == len(before)

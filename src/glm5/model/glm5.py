@@ -193,6 +193,8 @@ class GLM5(nn.Module):
             ids_BS: the same tokens, and as many after them as the row has: depth d runs at the min(T, S - d)
                 positions that have a token d ahead.
             documents: as in `forward`; a position whose prediction would cross a document must get loss weight 0.
+                May be [B, S]: then positions whose token d ahead lies in another document see nothing, as padding, and
+                the indexer's loss does not count them.
         """
         batch, tokens = hidden_BTD.shape[:2]
         embedded = self.model.embed_tokens(ids_BS)
@@ -200,11 +202,14 @@ class GLM5(nn.Module):
             n = min(tokens, ids_BS.shape[1] - depth)
             if n < 1:
                 return
-            visible = (
-                Visibility.causal(batch, n, device=self.device)
-                if documents is None
-                else Visibility.documents(documents[:, :n])
-            )
+            if documents is None:
+                visible = Visibility.causal(batch, n, device=self.device)
+            else:
+                first_BT = documents[:, :n]
+                if documents.shape[1] == ids_BS.shape[1]:
+                    crossing_BT = documents[:, depth : depth + n] != first_BT
+                    first_BT = first_BT.masked_fill(crossing_BT, n)
+                visible = Visibility.documents(first_BT)
             hidden_BTD = self.mtp.predict(
                 embedded[:, depth : depth + n],
                 hidden_BTD[:, :n],

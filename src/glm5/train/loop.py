@@ -20,6 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from glm5.data.loader import Batch, Loader
+from glm5.data.packing import first_and_positions
 from glm5.model.glm5 import GLM5
 from glm5.model.moe import Router
 from glm5.model.trace import Aux
@@ -46,22 +47,21 @@ class Rows:
     ids_BS: Tensor
     document_BS: Tensor
     loss_BS: Tensor
-    documents_BT: Tensor | None
+    first_BS: Tensor
+    plain: bool
     valid_BT: Tensor
     tokens: int
 
     @classmethod
     def of(cls, batch: Batch, device: torch.device) -> Rows:
-        first_BT = torch.from_numpy(batch.first_BT).long()
-        valid_BT = first_BT <= torch.arange(batch.seq_len)
-        # Full rows of one document are plainly causal: the fused kernel's case. Padding is not, since the indexer's
-        # loss counts every query that sees a key.
-        plain = bool((first_BT == 0).all())
+        first_BS = torch.from_numpy(first_and_positions(batch.document_BS)[0]).long()
+        valid_BT = torch.from_numpy(batch.document_BS[:, : batch.seq_len] >= 0)
         return cls(
             torch.from_numpy(batch.ids_BS).to(device),
             torch.from_numpy(batch.document_BS).to(device),
             torch.from_numpy(batch.loss_BS).to(device),
-            None if plain else first_BT.to(device),
+            first_BS.to(device),
+            bool((first_BS == 0).all()),
             valid_BT.to(device),
             int(batch.targets(1)[1].sum()),
         )
@@ -70,12 +70,24 @@ class Rows:
     def input_BT(self) -> Tensor:
         return self.ids_BS[:, : self.valid_BT.shape[1]]
 
+    @property
+    def documents_BS(self) -> Tensor | None:
+        """The slot where each slot's document begins, for `mtp_hidden`; None if all rows are of one document.
+
+        Such rows are plainly causal, the fused kernel's case. Rows with padding are not, since the indexer's loss
+        counts every query that sees a key.
+        """
+        return None if self.plain else self.first_BS
+
+    @property
+    def documents_BT(self) -> Tensor | None:
+        """The same for `hidden`, of the queries."""
+        return None if self.plain else self.first_BS[:, : self.valid_BT.shape[1]]
+
     def head(self, rows: int) -> Rows:
         """The first so many rows."""
-        documents = None if self.documents_BT is None else self.documents_BT[:rows]
-        return Rows(
-            self.ids_BS[:rows], self.document_BS[:rows], self.loss_BS[:rows], documents, self.valid_BT[:rows], 0
-        )
+        ids, document, loss = self.ids_BS[:rows], self.document_BS[:rows], self.loss_BS[:rows]
+        return Rows(ids, document, loss, self.first_BS[:rows], self.plain, self.valid_BT[:rows], 0)
 
 
 class Trainer:
@@ -121,7 +133,7 @@ class Trainer:
             )
         self.config, self.model, self.loader = config, model, loader
         self.directory, self.bytes_per_token = Path(directory), bytes_per_token
-        exact = {name: p.detach() for name, p in model.named_parameters()}
+        given = {name: p.detach() for name, p in model.named_parameters()}
         self.model.to(self._dtype()).train()
         for name, parameter in model.named_parameters():
             is_indexer = ".indexer." in name
@@ -131,10 +143,16 @@ class Trainer:
         self.optimizer = MuonSplit(
             roles, self.schedule.at(0), weight_decay=config.weight_decay, momentum=config.momentum
         )
-        for role in roles:  # fp32 weights that were given stay the masters' digits when the model runs in bf16
-            p = role.parameter
-            if p.requires_grad and p.dtype != torch.float32 and exact[role.name].dtype == torch.float32:
-                self.optimizer.state[p]["master"] = exact[role.name]
+        # Weights that were given in fp32 lose no digit where the model runs in bf16: not those that train (their master
+        # copies), nor those that rest.
+        self.resting: dict[str, Tensor] = {}
+        for role in roles:
+            p, exact = role.parameter, given[role.name]
+            if p.dtype != exact.dtype == torch.float32:
+                if p.requires_grad:
+                    self.optimizer.state[p]["master"] = exact
+                else:
+                    self.resting[role.name] = exact.cpu()
         self.routers = [(name, m) for name, m in model.named_modules() if isinstance(m, Router)]
         self.store = CheckpointStore(self.directory / "checkpoints", config.keep)
         self.finished_steps = 0
@@ -222,7 +240,7 @@ class Trainer:
                 hidden[0][:kept],
                 share.ids_BS,
                 config.mtp_depths,
-                documents=share.documents_BT,
+                documents=share.documents_BS,
                 sparse=config.sparse,
                 aux=aux,
             )
@@ -327,18 +345,18 @@ class Trainer:
         self.finished_steps, self.samples, self.tokens = found.step, found.state["samples"], found.state["tokens"]
         return list(found.warnings)
 
-    def weights(self) -> dict[str, Tensor]:
-        """The model's state in fp32: the master copy of every parameter that has one."""
-        masters = self.optimizer.named_state()
-        return {name: masters.get(f"{name}.master", t).float() for name, t in self.model.state_dict().items()}
+    def fp32_model(self) -> GLM5:
+        """The model with all digits: itself, or a copy with the fp32 weights behind a bf16 model's."""
+        if self.model.dtype == torch.float32:
+            return self.model
+        exact = self.optimizer.named_state() | {f"{name}.master": t for name, t in self.resting.items()}
+        full = GLM5(self.model.config.replace(dtype="float32"), seed=None)
+        full.load_state_dict({name: exact.get(f"{name}.master", t) for name, t in self.model.state_dict().items()})
+        return full
 
     def export(self, path: str | Path, tokenizer: Any = None) -> None:
         """Write the model in the public layout, in fp32, over what an earlier start of the run exported there."""
-        model = self.model
-        if model.dtype != torch.float32:
-            model = GLM5(model.config.replace(dtype="float32"), seed=None)
-            model.load_state_dict(self.weights())
-        save_model(model, path, tokenizer=tokenizer, overwrite=True)
+        save_model(self.fp32_model(), path, tokenizer=tokenizer, overwrite=True)
 
     # ------------------------------------------------------------------ all of it
     def run(
@@ -358,7 +376,8 @@ class Trainer:
             on_step: called after each step (tests use it to interrupt).
 
         Raises:
-            NumericalError: as `step`; the state before the bad step is kept under `failed/` and named.
+            NumericalError: as `step`, or a weight is not finite when it is to be saved. The state is kept under
+                `failed/`, and the message names it; checkpoints hold finite weights only.
             KeyboardInterrupt: Ctrl-C or SIGTERM came; the step was finished and saved. A second one stops at once.
         """
         config = self.config
@@ -387,6 +406,9 @@ class Trainer:
                     progress.update(done, **_shown(metrics))
                     stopping = stop_requested()
                     if done % config.save_every == 0 or done == config.steps or stopping:
+                        bad = first_nonfinite(self._trainable())  # an expert that no token visited hurts no loss
+                        if bad is not None:
+                            raise self._failed(NumericalError(f"parameter {bad} is not finite after step {done}"))
                         log.sync()
                         self.save()
                     if stopping and done < config.steps:
@@ -397,14 +419,14 @@ class Trainer:
             log.finish(tokens=self.tokens, samples=self.samples)
 
     def _failed(self, error: NumericalError) -> NumericalError:
-        """The error of a bad step, after keeping the state before it."""
+        """The error of a bad step, after keeping the state that it left."""
         advice = "lower the learning rate or remove the bad data, and resume from the newest checkpoint"
         try:
             directory = self.directory / "failed" / f"step-{self.finished_steps}"
             place = self.save(CheckpointStore(directory, keep=1))
         except UserError as e:
-            return NumericalError(error.what, f"The state before that step could not be saved ({e.what}); {advice}")
-        return NumericalError(error.what, f"The state before that step is in {place}; {advice}")
+            return NumericalError(error.what, f"The state could not be saved ({e.what}); {advice}")
+        return NumericalError(error.what, f"The state is kept in {place}; {advice}")
 
 
 def _short(names: tuple[str, ...]) -> tuple[str, ...]:
