@@ -104,6 +104,26 @@ def tile_logits(q_BtHX: Tensor, k_BSGX: Tensor, mask_BtS: Tensor, scale: float) 
     return logits.mul_(scale).masked_fill_(~mask_BtS[:, None], -torch.inf)
 
 
+@torch.no_grad()
+def attention_logit_max(
+    q_BTHX: Tensor, k_BSGX: Tensor, visible: Visibility, selected_BTK: Tensor | None, scale: float
+) -> Tensor:
+    """Largest logit scale * q.k of each head over all visible (or selected) pairs, fp32 [H]; -inf without a pair.
+
+    For measuring training's stability: attention itself never holds its logits. Shapes as in `dense_attention`.
+    """
+    batch, queries, heads, _ = q_BTHX.shape
+    largest_H = torch.full((heads,), -torch.inf, dtype=accumulator(q_BTHX.dtype), device=q_BTHX.device)
+    tile = max(1, TILE_ELEMENTS // max(1, batch * heads * visible.slots))
+    for start in range(0, queries, tile):
+        stop = min(start + tile, queries)
+        seen = visible.tile(start, stop)
+        mask = tile_mask(seen, None if selected_BTK is None else selected_BTK[:, start:stop])
+        logits = tile_logits(q_BTHX[:, start:stop], k_BSGX[:, : seen.slots], mask, scale)
+        largest_H = torch.maximum(largest_H, logits.amax((0, 2, 3)))
+    return largest_H
+
+
 class _Attention(torch.autograd.Function):
     """Tiles of queries, each over the keys it may see; backward makes the probabilities again, tile by tile."""
 

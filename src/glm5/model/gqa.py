@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from glm5.kernels.attention import dense_attention
+from glm5.kernels.attention import attention_logit_max, dense_attention
 from glm5.kernels.basic import rope_interleaved
 from glm5.kernels.visibility import Visibility
 from glm5.model.cache import Cache
@@ -47,7 +47,7 @@ class GQA(nn.Module):
         trace: Trace | None = None,
         aux: Aux | None = None,
     ) -> Tensor:
-        """As `MLA.forward`; `sparse` and `aux` have no meaning here, as there is no indexer."""
+        """As `MLA.forward`; without an indexer there is no sparse form, and `aux` gathers logit maxima only."""
         cos, sin = (t.unsqueeze(-2) for t in rope)
         q = self._rotate(self.q_proj(x_BTD).unflatten(-1, (self.heads, -1)), cos, sin)
         k = self._rotate(self.k_proj(x_BTD).unflatten(-1, (self.groups, -1)), cos, sin)
@@ -56,6 +56,8 @@ class GQA(nn.Module):
             keys, v = cache.write(self.layer, slot_BT, visible.offset, k.flatten(-2), v)
             k = keys[:, : visible.slots].unflatten(-1, (self.groups, -1))
             v = v[:, : visible.slots]
+        if aux is not None and aux.logits:
+            aux.logit_maxima.append(attention_logit_max(q, k, visible, None, self.width**-0.5))
         out = dense_attention(q, k, v.unflatten(-1, (self.groups, -1)), visible, self.width**-0.5)
         return self.o_proj(out.flatten(-2))
 

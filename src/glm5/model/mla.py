@@ -11,7 +11,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from glm5.kernels.attention import dense_attention, sparse_attention
+from glm5.kernels.attention import attention_logit_max, dense_attention, sparse_attention
 from glm5.kernels.basic import rope_interleaved
 from glm5.kernels.indexer import index_scores, index_select
 from glm5.kernels.indexer_loss import indexer_loss
@@ -86,7 +86,7 @@ class MLA(nn.Module):
             if sparse:
                 selected = self._select(index_q, index_keys, visible, trace)
 
-        measured = aux is not None and aux.indexer  # needs the expanded keys, gradients or not
+        measured = aux is not None and (aux.indexer or aux.logits)  # needs the expanded keys, gradients or not
         if not measured and self._prefers_absorbed(x_BTD.shape[1], visible, selected):
             out = self._absorbed(q_nope, q_rope, rows, visible, selected)
         else:
@@ -96,6 +96,8 @@ class MLA(nn.Module):
                 out = dense_attention(q_full, keys, values, visible, self.scale)
             else:
                 out = sparse_attention(q_full, keys, values, selected, visible, self.scale)
+            if aux is not None and aux.logits:
+                aux.logit_maxima.append(attention_logit_max(q_full, keys, visible, selected, self.scale))
             if aux is not None and aux.indexer:
                 assert index_q is not None
                 aux.indexer_losses.append(
@@ -131,15 +133,14 @@ class MLA(nn.Module):
     ) -> Tensor:
         up = self.kv_b_proj.weight.view(self.heads, self.nope + self.value, self.latent)
         w_uk, w_uv = up[:, : self.nope], up[:, self.nope :]
-        q_latent = torch.einsum("bthn,hnc->bthc", q_nope, w_uk)
-        q_full = torch.cat((q_latent, q_rope), dim=-1)
+        q_full = torch.cat((_by_head(q_nope, w_uk), q_rope), dim=-1)
         keys = rows.unsqueeze(2)
         values = keys[..., : self.latent]
         if selected is None:
             mixed = dense_attention(q_full, keys, values, visible, self.scale)
         else:
             mixed = sparse_attention(q_full, keys, values, selected, visible, self.scale)
-        return torch.einsum("bthc,hvc->bthv", mixed, w_uv)
+        return _by_head(mixed, w_uv.transpose(1, 2))
 
     def _prefers_absorbed(self, queries: int, visible: Visibility, selected: Tensor | None) -> bool:
         """Whether the absorbed form does less counted work for this call (multiply-adds per head)."""
@@ -152,3 +153,10 @@ class MLA(nn.Module):
         if selected is None:
             return fold + queries * seen * absorbed < expand + queries * seen * wide
         return fold + queries * selected.shape[-1] * absorbed * GATHER_COST < expand + queries * seen * wide
+
+
+def _by_head(x_BTHX: Tensor, weight_HXY: Tensor) -> Tensor:
+    """Multiply each head's vectors by its own matrix: [B, T, H, Y]."""
+    batch, queries, heads, width = x_BTHX.shape
+    rows_HNX = x_BTHX.reshape(batch * queries, heads, width).transpose(0, 1)
+    return torch.bmm(rows_HNX, weight_HXY).transpose(0, 1).view(batch, queries, heads, -1)

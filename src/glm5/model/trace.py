@@ -41,18 +41,21 @@ class Aux:
     Args:
         indexer: compute the indexer's loss (its gradient reaches the indexer only).
         balance: compute the sequence-wise balance loss of every MoE layer.
+        logits: measure the largest attention logit per head, of MLA and GQA alike.
         valid: bool [B, T], False for padding, which then counts neither in loads nor in balance.
 
     After a pass, in layer order: `indexer_losses`; `balance_losses`, each summed over sequences; `loads`, int64
-    tokens per expert, for the router bias.
+    tokens per expert, for the router bias; `logit_maxima`, fp32 [H].
     """
 
     indexer: bool = False
     balance: bool = False
+    logits: bool = False
     valid: Tensor | None = None
     indexer_losses: list[IndexerLoss] = field(default_factory=list)
     balance_losses: list[Tensor] = field(default_factory=list)
     loads: list[Tensor] = field(default_factory=list)
+    logit_maxima: list[Tensor] = field(default_factory=list)
 
     def indexer_kl(self) -> Tensor:
         """Sum of the layers' KL sums; zero where no layer gave one."""
