@@ -31,6 +31,8 @@ COMMANDS = {
     "pretrain": Command("train a model with dense attention, from text", "glm5.cli.pretrain"),
     "sparsify": Command("adapt a dense model to sparse attention", "glm5.cli.sparsify"),
     "chat": Command("talk to a model in the terminal", "glm5.cli.chat"),
+    "generate": Command("continue a text with a checkpoint", "glm5.cli.generate"),
+    "convert": Command("write a checkpoint again in the public layout", "glm5.cli.convert"),
     "ledger": Command("recompute every published figure from a configuration", "glm5.cli.ledger"),
     "reproduce": Command("run the report's comparisons again at a chosen size", "glm5.cli.reproduce"),
     "watch": Command("draw a run's curves in the terminal, while it runs or after", "glm5.cli.watch"),

@@ -31,6 +31,7 @@ def generate(
     top_p: float = 1.0,
     top_k: int = 0,
     min_p: float = 0.0,
+    vocab_size: int | None = None,
     seed: int | None = None,
     stop_ids: Iterable[int] | None = None,
     speculate: int = 0,
@@ -47,6 +48,7 @@ def generate(
         input_ids: the prompt, [T], [1, T] or a list; with a `cache` that holds tokens, what comes after those.
         max_new_tokens: by default whatever the context (`max_position_embeddings`) has room for.
         temperature, top_p, top_k, min_p: see `Sampling`; temperature 0 is greedy.
+        vocab_size: the tokenizer's, where the model's is padded: no id from there on is ever chosen.
         seed: of the draws; None takes one from the system. Drafting changes which numbers are drawn, so the same
             seed with another `speculate` gives another, equally distributed text.
         stop_ids: by default the configuration's `eos_token_id`.
@@ -87,7 +89,7 @@ def generate(
     plan = _Plan(
         limit=room if max_new_tokens is None else min(room, max_new_tokens),
         stop=frozenset(model.config.eos_token_id if stop_ids is None else stop_ids),
-        sampling=Sampling(temperature, top_p, top_k, min_p),
+        sampling=Sampling(temperature, top_p, top_k, min_p, vocab_size),
         generator=generator,
         speculate=speculate,
         sparse=sparse,

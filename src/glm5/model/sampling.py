@@ -22,6 +22,7 @@ class Sampling:
         temperature: 0 takes the most probable token (the lowest id of equals). top_k: keep that many; 0 keeps all.
         top_p: then keep the most probable that together reach this mass. min_p: then keep those at least this
             fraction as probable as the best.
+        vocab_size: only ids below this exist. Models pad their vocabulary, and no tokenizer can spell the padding.
 
     Raises:
         UserError: a value lies outside its range.
@@ -31,6 +32,7 @@ class Sampling:
     top_p: float = 1.0
     top_k: int = 0
     min_p: float = 0.0
+    vocab_size: int | None = None
 
     def __post_init__(self) -> None:
         ranges = {
@@ -38,6 +40,7 @@ class Sampling:
             "top_p": (0 < self.top_p <= 1, "must lie in (0, 1]"),
             "top_k": (self.top_k >= 0, "must be at least 0, which keeps all"),
             "min_p": (0 <= self.min_p <= 1, "must lie in [0, 1]"),
+            "vocab_size": (self.vocab_size is None or self.vocab_size > 0, "must be at least 1"),
         }
         for name, (fits, rule) in ranges.items():
             if not fits:
@@ -48,12 +51,12 @@ class Sampling:
         return self.temperature == 0
 
     def probs(self, logits_NV: Tensor) -> Tensor:
-        """The distribution that is drawn from, fp32 [N, V]; for greedy all mass is on the best id.
+        """The distribution that is drawn from, fp32 [N, vocab_size]; for greedy all mass is on the best id.
 
         Raises:
             NumericalError: a row has a NaN, or nothing finite to choose from.
         """
-        logits = logits_NV.float()
+        logits = logits_NV[:, : self.vocab_size].float()
         best_N1, id_N1 = logits.max(-1, keepdim=True)
         _check_finite(best_N1)
         if self.greedy:
@@ -82,7 +85,7 @@ class Sampling:
     def draw(self, logits_NV: Tensor, generator: torch.Generator) -> Tensor:
         """One id per row, int64 [N]. Greedy touches no random state."""
         if self.greedy:
-            best_N, id_N = logits_NV.float().max(-1)
+            best_N, id_N = logits_NV[:, : self.vocab_size].float().max(-1)
             _check_finite(best_N)
             return id_N
         return draw(self.probs(logits_NV), generator)

@@ -94,7 +94,7 @@ def propose(
         start += step_ids.shape[1]
         logits_1V = model.lm_head(hidden[:, -1])
         if sampling.greedy:
-            step_ids = logits_1V.argmax(-1, keepdim=True)
+            step_ids = logits_1V[:, : sampling.vocab_size].argmax(-1, keepdim=True)
         else:
             probs.append(sampling.probs(logits_1V))
             step_ids = draw(probs[-1], generator)[None]
