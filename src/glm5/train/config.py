@@ -76,7 +76,7 @@ class TrainConfig:
     precision: Literal["auto", "fp32", "bf16"] = "auto"
     """Of weights and activations; bf16 keeps fp32 master weights. auto: bf16 on a GPU, fp32 on a CPU."""
     seed: int = 0
-    """Of the data order (initial weights have their own)."""
+    """Of the data order and of all random generators (initial weights have their own)."""
     log_every: int = 1
     """Steps between lines of the metrics."""
     measure_every: int = 50

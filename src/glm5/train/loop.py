@@ -29,7 +29,7 @@ from glm5.train.checkpoint import CheckpointStore
 from glm5.train.config import TrainConfig
 from glm5.train.losses import language_model_loss, router_bias_update
 from glm5.train.optim import MuonSplit, clip_grad_norm, first_nonfinite, parameter_roles
-from glm5.train.random_state import capture_random_state, restore_random_state
+from glm5.train.random_state import capture_random_state, restore_random_state, seed_random_state
 from glm5.train.stopping import stop_requests
 from glm5.train.totals import Counts, IndexerFigures, Totals, weighted
 from glm5.utils.errors import CheckpointError, ConfigError, DataError, NumericalError, UserError
@@ -330,9 +330,10 @@ class Trainer:
         return (store or self.store).save(self.finished_steps, tensors, state)
 
     def resume(self) -> list[str]:
-        """Continue from the newest whole checkpoint, if there is one. Returns warnings about damaged ones."""
+        """Continue from the newest whole checkpoint, or seed a fresh run. Returns warnings about damaged ones."""
         found = self.store.load_newest(self.model.device)
         if found is None:
+            seed_random_state(self.config.seed)
             return []
         try:
             self.model.load_state_dict(found.tensors["model"])

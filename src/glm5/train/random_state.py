@@ -19,6 +19,16 @@ from glm5.utils.errors import CheckpointError
 Generators = Mapping[str, torch.Generator]
 
 
+def seed_random_state(seed: int) -> None:
+    """Set the global generators (torch on every device, numpy, Python) to a state that follows from `seed` alone.
+
+    Left alone they begin at random, and a run's checkpoints would never be the same bytes twice.
+    """
+    torch.manual_seed(seed)
+    np.random.seed(seed % 2**32)  # noqa: NPY002
+    random.seed(seed)
+
+
 def capture_random_state(generators: Generators | None = None) -> tuple[dict[str, Tensor], dict[str, Any]]:
     """The state of all generators now.
 

@@ -78,7 +78,7 @@ class Progress:
 
     def note(self, text: str) -> None:
         """Print a line (a checkpoint was saved, a warning) above the panel or between the lines."""
-        self.console.print(Text(text))
+        self.console.print(Text(text), soft_wrap=True)  # paths stay whole
 
     def eta_s(self) -> float | None:
         """Seconds left at this session's rate; None before its first step is done."""
