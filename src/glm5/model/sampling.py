@@ -7,6 +7,7 @@ Read next: `generate`, `speculate`.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from math import isfinite
 
 import torch
 from torch import Tensor
@@ -97,7 +98,7 @@ def draw(probs_NV: Tensor, generator: torch.Generator) -> Tensor:
 
 
 def _check_finite(best_N: Tensor) -> None:
-    if not bool(torch.isfinite(best_N).all()):
+    if not all(map(isfinite, best_N.flatten().tolist())):
         raise NumericalError(
             "the logits of the next token have a NaN or no finite value",
             "Check the checkpoint's files, and try dtype=float32",
