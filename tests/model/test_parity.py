@@ -202,3 +202,6 @@ def test_greedy_generation(golden: Golden, tokens: int) -> None:
             step = golden.model(step, cache=cache, logits_to_keep=1).logits[:, -1].argmax(-1, keepdim=True)
             ours.append(step)
     assert torch.equal(torch.cat(ours, dim=1), theirs)
+    for speculate in (0, 2):
+        streamed = golden.model.generate(prompt, max_new_tokens=32, stop_ids=(), speculate=speculate)
+        assert list(streamed) == theirs[0, tokens:].tolist()

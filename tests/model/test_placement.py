@@ -78,6 +78,22 @@ def test_rows_cropped_to_their_own_lengths_and_reordered(model: GLM5) -> None:
         torch.testing.assert_close(logits[row : row + 1], whole, rtol=1e-4, atol=5e-5)
 
 
+def test_a_cache_reordered_in_inference_mode_can_be_written_to_in_any(model: GLM5) -> None:
+    x = ids(2, 40)
+    cache = model.new_cache(2)
+    with torch.inference_mode():
+        model(x[:, :30], cache=cache)
+        cache.reorder(torch.tensor([1, 0]))
+    with torch.no_grad():
+        logits = model(x.flip(0)[:, 30:], cache=cache).logits
+        torch.testing.assert_close(logits, model(x.flip(0)).logits[:, 30:], rtol=1e-4, atol=5e-5)
+
+
+def test_crop_to_less_than_nothing_is_refused(model: GLM5) -> None:
+    with pytest.raises(ValueError, match="length=-1"):
+        model.new_cache(1).crop(-1)
+
+
 @torch.no_grad()
 def test_growth_keeps_what_is_held(model: GLM5) -> None:
     x = ids(1, 200)

@@ -118,7 +118,9 @@ class Cache:
         return tensors
 
     def crop(self, length: int | Tensor) -> None:
-        """Forget everything from `length` on (per row, or one for all). Never grows a row."""
+        """Forget everything from `length` on (at least 0; per row, or one for all). Never grows a row."""
+        if isinstance(length, int) and length < 0:
+            raise ValueError(f"length={length}: must be at least 0")
         limit = torch.as_tensor(length, device=self.length_B.device)
         self.length_B = torch.minimum(self.length_B, limit.expand_as(self.length_B))
         self.first_B = torch.minimum(self.first_B, self.length_B)  # a row cut inside its left padding starts anew
@@ -130,7 +132,8 @@ class Cache:
 
     def reorder(self, rows: Tensor) -> None:
         """Keep the given rows, in that order, repeats allowed: beam search, or repeating a prompt n times."""
-        for layer in self.layers:
-            layer[:] = [t.index_select(0, rows) for t in layer]
+        with torch.inference_mode(False), torch.no_grad():  # as in `reserve`: any mode may then write to it
+            for layer in self.layers:
+                layer[:] = [t.index_select(0, rows) for t in layer]
         self.length_B, self.first_B = self.length_B[rows], self.first_B[rows]
         self.draft = None
