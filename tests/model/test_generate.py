@@ -534,3 +534,25 @@ def test_logits_that_are_not_finite_are_an_error(temperature: float) -> None:
         model.lm_head.weight[5, 0] = torch.nan
     with pytest.raises(NumericalError, match="NaN"):
         next(generate(model, [7], temperature=temperature))
+
+
+# --------------------------------------------------------------------------- on a CUDA device
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="generation on CUDA goes untested here: no device")
+def test_generates_on_a_cuda_device() -> None:
+    model, ids = agreeable(1), prompt(60, seed=5)
+    expected = list(generate(model, ids, max_new_tokens=24, stop_ids=()))
+    model = model.cuda()
+    cache, stats, logprobs = model.new_cache(1), SpeculationStats(), []
+    assert list(generate(model, ids, max_new_tokens=24, stop_ids=())) == expected
+    drafted = generate(
+        model, ids, max_new_tokens=24, stop_ids=(), speculate=3, cache=cache, stats=stats, logprobs=logprobs
+    )
+    assert list(drafted) == expected
+    assert cache.layers[0][0].is_cuda
+    assert stats.accept_length > 1
+    assert len(logprobs) == 24
+    for speculate in (0, 2):
+        options = dict(max_new_tokens=24, temperature=1.0, top_p=0.9, seed=3, speculate=speculate, stop_ids=())
+        a, b = (list(generate(model, ids, **options)) for _ in range(2))  # type: ignore[arg-type]
+        assert a == b

@@ -148,6 +148,15 @@ print(status("VmHWM") - before, size, max(t.nbytes for t in model.state_dict().v
     assert grown < size + largest + 4 * 2**20 + 16 * 2**20
 
 
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="loading onto CUDA goes untested here: no device")
+def test_loads_onto_a_cuda_device(tmp_path: Path) -> None:
+    write_public_checkpoint(tmp_path, seed=1, dtype=torch.bfloat16)
+    model = load_model(tmp_path, device="cuda")
+    assert all(t.is_cuda for t in model.state_dict().values())
+    assert_same(model.cpu(), load_model(tmp_path))
+
+
 # --------------------------------------------------------------------------- what does not load
 def test_one_error_lists_every_misfit(tmp_path: Path) -> None:
     write_public_checkpoint(tmp_path, seed=1, shards=1)
