@@ -59,6 +59,12 @@ __device__ __forceinline__ void copy_box(uint32_t dst, const void* map, uint32_t
         : "memory");
 }
 
+// Four 8 x 8 matrices of 16-bit elements; lane l gives the row address of row l % 8 of matrix l / 8.
+__device__ __forceinline__ void load_matrices(uint32_t* d, uint32_t addr) {
+    asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0,%1,%2,%3}, [%4];"
+                 : "=r"(d[0]), "=r"(d[1]), "=r"(d[2]), "=r"(d[3]) : "r"(addr) : "memory");
+}
+
 // ---- clusters -------------------------------------------------------------------------------------------------
 __device__ __forceinline__ uint32_t cluster_rank() {
     uint32_t r;
@@ -118,26 +124,28 @@ template <int N> __device__ __forceinline__ void pin(float (&d)[N]) {
     for (int i = 0; i < N; ++i) asm volatile("" : "+f"(d[i])::"memory");
 }
 
-#define HOPPER_16(d, o) "+f"(d[o]), "+f"(d[o + 1]), "+f"(d[o + 2]), "+f"(d[o + 3]), "+f"(d[o + 4]), "+f"(d[o + 5]), \
-    "+f"(d[o + 6]), "+f"(d[o + 7]), "+f"(d[o + 8]), "+f"(d[o + 9]), "+f"(d[o + 10]), "+f"(d[o + 11]),                \
-    "+f"(d[o + 12]), "+f"(d[o + 13]), "+f"(d[o + 14]), "+f"(d[o + 15])
+#define HOPPER_8(d, o) "+f"(d[o]), "+f"(d[o + 1]), "+f"(d[o + 2]), "+f"(d[o + 3]), "+f"(d[o + 4]), "+f"(d[o + 5]), \
+    "+f"(d[o + 6]), "+f"(d[o + 7])
+#define HOPPER_16(d, o) HOPPER_8(d, o), HOPPER_8(d, o + 8)
 
-// d[64 x 32] (+)= A[64 x 16] B[32 x 16]^T, A in registers.
-__device__ __forceinline__ void mma_n32(float (&d)[16], const uint32_t* a, uint64_t b, int accumulate) {
+// d[64 x 48] (+)= A[64 x 16] B[48 x 16]^T, A in registers, B K-major in shared memory.
+__device__ __forceinline__ void mma_n48(float (&d)[24], const uint32_t* a, uint64_t b, int accumulate) {
     asm volatile(
-        "{\n.reg .pred p;\nsetp.ne.b32 p, %21, 0;\n"
-        "wgmma.mma_async.sync.aligned.m64n32k16.f32.bf16.bf16 "
-        "{%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,%12,%13,%14,%15}, {%16,%17,%18,%19}, %20, p, 1, 1, 0;\n}\n"
-        : HOPPER_16(d, 0)
+        "{\n.reg .pred p;\nsetp.ne.b32 p, %29, 0;\n"
+        "wgmma.mma_async.sync.aligned.m64n48k16.f32.bf16.bf16 "
+        "{%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,%12,%13,%14,%15,%16,%17,%18,%19,%20,%21,%22,%23}, "
+        "{%24,%25,%26,%27}, %28, p, 1, 1, 0;\n}\n"
+        : HOPPER_8(d, 0), HOPPER_16(d, 8)
         : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(accumulate));
 }
-// The same with A in shared memory.
-__device__ __forceinline__ void mma_n32(float (&d)[16], uint64_t a, uint64_t b, int accumulate) {
+// The same with A K-major in shared memory.
+__device__ __forceinline__ void mma_n48(float (&d)[24], uint64_t a, uint64_t b, int accumulate) {
     asm volatile(
-        "{\n.reg .pred p;\nsetp.ne.b32 p, %18, 0;\n"
-        "wgmma.mma_async.sync.aligned.m64n32k16.f32.bf16.bf16 "
-        "{%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,%12,%13,%14,%15}, %16, %17, p, 1, 1, 0, 0;\n}\n"
-        : HOPPER_16(d, 0)
+        "{\n.reg .pred p;\nsetp.ne.b32 p, %26, 0;\n"
+        "wgmma.mma_async.sync.aligned.m64n48k16.f32.bf16.bf16 "
+        "{%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,%12,%13,%14,%15,%16,%17,%18,%19,%20,%21,%22,%23}, "
+        "%24, %25, p, 1, 1, 0, 0;\n}\n"
+        : HOPPER_8(d, 0), HOPPER_16(d, 8)
         : "l"(a), "l"(b), "r"(accumulate));
 }
 // d[64 x 128] (+)= A[64 x 16] B[128 x 16]^T, both K-major in shared memory.

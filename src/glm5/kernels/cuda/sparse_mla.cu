@@ -1,13 +1,13 @@
 // Sparse multi-head latent attention for Hopper, absorbed form: 64 heads attend to one shared 576-wide latent row per
 // selected position; values are the row's first 512 columns. Source: report section 2.1, DeepSeek-V3.2.
 //
-// One block of 3 warpgroups works on one query (or, in a cluster, on a share of its positions), 32 positions a step:
+// One block of 3 warpgroups works on one query (or, in a cluster, on a share of its positions), 48 positions a step:
 //
 //     scorer   S = Q K^T, running maximum, P = exp2(S - m) into one of 2 buffers; the next S is issued before the
 //              exponentials of this one, so the tensor cores always have work queued
 //     mixer x2 O[64 x 256 each] += P V, rescaled only when a row's maximum grew by more than 2^8; then gathers, by
 //              index, the columns it has just used up of the row buffer (cp.async, 16 bytes a thread, swizzled):
-//              the ring of 5 buffers is always in flight and needs no "empty" barrier
+//              the ring of 3 buffers is always in flight and needs no "empty" barrier
 //
 // Five ninths of Q stay in the scorer's registers: it saves shared memory for the ring, and shared-memory bandwidth,
 // which the two matrix products would otherwise exhaust before the tensor cores.
@@ -21,13 +21,13 @@ using namespace hopper;
 
 namespace {
 
-constexpr int kHeads = 64, kKeys = 32, kWidth = 576, kValue = 512, kStages = 5;
+constexpr int kHeads = 64, kKeys = 48, kWidth = 576, kValue = 512, kStages = 3;
 constexpr int kChunks = kWidth / 64;          // 128-byte columns of a row
 constexpr int kSharedChunks = 4;              // of Q, in shared memory; the rest in registers
 constexpr int kRegisterSteps = (kChunks - kSharedChunks) * 4;
 constexpr int kChunkBytes = kKeys * 128, kStageBytes = kChunks * kChunkBytes;
 constexpr int kQChunkBytes = kHeads * 128;
-constexpr int kPBytes = kHeads * kKeys * 2;
+constexpr int kPBytes = kHeads * kKeys * 2, kPGroup = kKeys / 8 * 128;  // a group of 8 rows of P
 constexpr int kPartialStride = kValue + 8;    // floats; the padding spreads rows over banks
 constexpr float kRescaleAbove = 8.0f;         // log2 units
 
@@ -37,7 +37,7 @@ struct Shared {
     alignas(1024) uint8_t p[2][kPBytes];
     float alpha[2][kHeads];
     float top[kHeads], sum[kHeads], weight[kHeads + 16];
-    uint32_t valid[kStages];
+    uint32_t valid[kStages][2];
     alignas(8) uint64_t full[kStages], p_full[2], p_empty[2], stats_full, stats_empty;
 };
 static_assert(sizeof(Shared) <= 227 * 1024, "shared memory of one block");
@@ -58,6 +58,7 @@ struct Params {
 __device__ __forceinline__ int count_steps(const int* selected, int keys, int lane) {
     const int steps = (keys + kKeys - 1) / kKeys;
     int count = 0;
+#pragma unroll 1
     for (int base = 0; base < steps; base += 32) {
         const bool used = base + lane < steps && selected[(base + lane) * kKeys] >= 0;
         count += __popc(__ballot_sync(~0u, used));
@@ -78,27 +79,42 @@ __device__ __forceinline__ uint32_t pack(float lo, float hi) {
     return reinterpret_cast<uint32_t&>(v);
 }
 
-__device__ __forceinline__ void issue_scores(float (&s)[16], uint32_t q_shared, const uint32_t (&q)[kRegisterSteps * 4],
+__device__ __forceinline__ void issue_scores(float (&s)[24], uint32_t q_shared, const uint32_t (&q)[kRegisterSteps * 4],
                                              uint32_t stage) {
     const uint64_t a = descriptor(q_shared, 0, 1024, k128B), b = descriptor(stage, 0, 1024, k128B);
     pin(s);
     mma_fence();
 #pragma unroll
     for (int i = 0; i < kSharedChunks * 4; ++i)
-        mma_n32(s, advance(a, i / 4 * kQChunkBytes + i % 4 * 32), advance(b, i / 4 * kChunkBytes + i % 4 * 32), i > 0);
+        mma_n48(s, advance(a, i / 4 * kQChunkBytes + i % 4 * 32), advance(b, i / 4 * kChunkBytes + i % 4 * 32), i > 0);
 #pragma unroll
     for (int i = 0; i < kRegisterSteps; ++i)
-        mma_n32(s, q + 4 * i, advance(b, (kSharedChunks + i / 4) * kChunkBytes + i % 4 * 32), 1);
+        mma_n48(s, q + 4 * i, advance(b, (kSharedChunks + i / 4) * kChunkBytes + i % 4 * 32), 1);
     mma_commit();
 }
 
-// One row's share of a step: 8 logits of this thread at s[4j + first], s[4j + first + 1].
+// Word i of lane j becomes word j of lane i, within each 4 lanes.
+__device__ __forceinline__ uint4 transpose4(uint32_t (&v)[4], int lane) {
+#pragma unroll
+    for (int bit = 1; bit < 4; bit *= 2) {
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+            if (i & bit) continue;
+            const uint32_t got = __shfl_xor_sync(~0u, lane & bit ? v[i] : v[i | bit], bit);
+            if (lane & bit) v[i] = got;
+            else v[i | bit] = got;
+        }
+    }
+    return make_uint4(v[0], v[1], v[2], v[3]);
+}
+
+// One row's share of a step: 12 logits of this thread at s[4j + first], s[4j + first + 1].
 struct Row {
     float top = -INFINITY, sum = 0.0f;  // maximum in force (log2 units), this thread's share of the sum
-    __device__ __forceinline__ float step(float (&s)[16], int first, float scale) {
+    __device__ __forceinline__ float step(float (&s)[24], int first, float scale) {
         float high = s[first];
 #pragma unroll
-        for (int j = 0; j < 4; ++j) high = fmaxf(high, fmaxf(s[4 * j + first], s[4 * j + first + 1]));
+        for (int j = 0; j < kKeys / 8; ++j) high = fmaxf(high, fmaxf(s[4 * j + first], s[4 * j + first + 1]));
         high = reduce_max(high) * scale;
         float alpha = 1.0f;
         if (high > top + kRescaleAbove || top == -INFINITY) {
@@ -108,7 +124,7 @@ struct Row {
         const float shift = top == -INFINITY ? 0.0f : top;
         float total = 0.0f;
 #pragma unroll
-        for (int j = 0; j < 4; ++j) {
+        for (int j = 0; j < kKeys / 8; ++j) {
 #pragma unroll
             for (int i = 0; i < 2; ++i) {
                 float& x = s[4 * j + first + i];
@@ -159,29 +175,45 @@ __global__ void __launch_bounds__(384, 1) sparse_mla_kernel(const __grid_constan
 
     const int row0 = warp * 16 + lane / 4, row1 = row0 + 8;  // the rows of a thread's accumulators
     uint32_t it = 0;                                         // steps so far, over all queries
-    auto index_at = [&](int item, int step) {
-        const int at = step * kKeys + lane;
-        return at < params.keys ? __ldg(params.selected + static_cast<int64_t>(item) * params.keys + at) : -1;
-    };
 
     if (role == 0) {  // ------------------------------------------------------------------------------ scorer
         uint32_t round = 0;
         for (int item = first_item; item < params.queries; item += item_stride, ++round) {
             const __nv_bfloat16* query = params.q + item * params.q_stride;
-            named_barrier(1, 128);  // every warp is done with the previous query in shared memory
-#pragma unroll
-            for (int i = 0; i < kSharedChunks * kHeads * 8 / 128; ++i) {
-                const int u = i * 128 + tid, row = u / (kSharedChunks * 8), col = u % (kSharedChunks * 8);
-                uint4 v = make_uint4(0, 0, 0, 0);
-                if (row < params.heads) v = *reinterpret_cast<const uint4*>(query + row * params.q_head_stride + col * 8);
-                *reinterpret_cast<uint4*>(shared.q[col / 8] + row * 128 + ((col % 8 ^ (row & 7)) << 4)) = v;
-            }
+            // Rows of 256 columns, a warp each: columns 256 .. 511 pass through shared memory into registers, columns
+            // 0 .. 255 stay there. Everything is requested before anything is used.
+            uint4 head[16], tail[16];
             uint32_t q[kRegisterSteps * 4];
 #pragma unroll
-            for (int i = 0; i < kRegisterSteps * 4; ++i) {
-                const int row = i % 2 ? row1 : row0, col = kSharedChunks * 64 + i / 4 * 16 + i % 4 / 2 * 8 + lane % 4 * 2;
-                q[i] = row < params.heads ? *reinterpret_cast<const uint32_t*>(query + row * params.q_head_stride + col) : 0u;
+            for (int i = 0; i < 16; ++i) {
+                const int row = i * 4 + warp;
+                const uint4* from = reinterpret_cast<const uint4*>(query + row * params.q_head_stride) + lane;
+                head[i] = row < params.heads ? __ldg(from) : make_uint4(0, 0, 0, 0);
+                tail[i] = row < params.heads ? __ldg(from + 32) : make_uint4(0, 0, 0, 0);
             }
+#pragma unroll
+            for (int i = 0; i < 16; ++i) {  // the rotary columns, straight into place
+                const int row = i % 2 ? row1 : row0, col = kValue + i / 4 * 16 + i % 4 / 2 * 8 + lane % 4 * 2;
+                q[64 + i] = row < params.heads ? __ldg(reinterpret_cast<const uint32_t*>(query + row * params.q_head_stride + col)) : 0u;
+            }
+            auto store = [&](const uint4 (&rows)[16]) {
+#pragma unroll
+                for (int i = 0; i < 16; ++i)
+                    *reinterpret_cast<uint4*>(shared.q[lane / 8] + (i * 4 + warp) * 128 + ((lane % 8 ^ (i * 4 + warp & 7)) << 4)) =
+                        rows[i];
+            };
+            named_barrier(1, 128);  // every warp is done with the previous query in shared memory
+            store(tail);
+            named_barrier(1, 128);
+            {
+                const int row = warp * 16 + lane % 16;  // of the four matrices: row half, then column half
+                const uint32_t from = smem_address(shared.q) + row * 128;
+#pragma unroll
+                for (int i = 0; i < 16; ++i)
+                    load_matrices(q + 4 * i, from + i / 4 * kQChunkBytes + ((i % 4 * 2 + lane / 16 ^ (row & 7)) << 4));
+            }
+            named_barrier(1, 128);
+            store(head);
             const Span span = Span::of<kSplits>(params, item, rank, lane);
             const int todo = span.end - span.begin;
             fence_async();
@@ -189,29 +221,31 @@ __global__ void __launch_bounds__(384, 1) sparse_mla_kernel(const __grid_constan
 
             const uint32_t q_shared = smem_address(shared.q);
             Row upper, lower;
-            float s_even[16], s_odd[16];
-            auto issue = [&](float (&s)[16], uint32_t at) {
+            float s_even[24], s_odd[24];
+            auto issue = [&](float (&s)[24], uint32_t at) {
                 barrier_wait(smem_address(&shared.full[at % kStages]), at / kStages & 1);
                 fence_async();
                 issue_scores(s, q_shared, q, smem_address(shared.stage[at % kStages]));
             };
-            auto finish = [&](float (&s)[16]) {
-                const uint32_t valid = shared.valid[it % kStages];
-                if (valid != ~0u) {
+            auto finish = [&](float (&s)[24]) {
+                const uint32_t valid_low = shared.valid[it % kStages][0], valid_high = shared.valid[it % kStages][1];
+                if ((valid_low & (valid_high | 0xFFFF0000u)) != ~0u) {
 #pragma unroll
-                    for (int i = 0; i < 16; ++i)
-                        if (!(valid >> (i / 4 * 8 + lane % 4 * 2 + i % 2) & 1)) s[i] = -INFINITY;
+                    for (int i = 0; i < 24; ++i) {
+                        const uint32_t valid = i < 16 ? valid_low : valid_high;
+                        if (!(valid >> (i / 4 % 4 * 8 + lane % 4 * 2 + i % 2) & 1)) s[i] = -INFINITY;
+                    }
                 }
                 const float alpha0 = upper.step(s, 0, params.scale_log2);
                 const float alpha1 = lower.step(s, 2, params.scale_log2);
                 const int buffer = it & 1;
                 barrier_wait(smem_address(&shared.p_empty[buffer]), (it / 2 & 1) ^ 1);
-                // Cores of 8 rows x 16 bytes, contiguous; 4 cores to a group of 8 rows.
-                uint8_t* p = shared.p[buffer] + warp * 1024 + lane / 4 * 16 + lane % 4 * 4;
+                // Cores of 8 rows x 16 bytes, contiguous; kKeys / 8 cores to a group of 8 rows.
+                uint8_t* p = shared.p[buffer] + warp * 2 * kPGroup + lane / 4 * 16 + lane % 4 * 4;
 #pragma unroll
-                for (int j = 0; j < 4; ++j) {
+                for (int j = 0; j < kKeys / 8; ++j) {
                     *reinterpret_cast<uint32_t*>(p + j * 128) = pack(s[4 * j], s[4 * j + 1]);
-                    *reinterpret_cast<uint32_t*>(p + 512 + j * 128) = pack(s[4 * j + 2], s[4 * j + 3]);
+                    *reinterpret_cast<uint32_t*>(p + kPGroup + j * 128) = pack(s[4 * j + 2], s[4 * j + 3]);
                 }
                 if (lane % 4 == 0) {
                     shared.alpha[buffer][row0] = alpha0;
@@ -267,47 +301,57 @@ __global__ void __launch_bounds__(384, 1) sparse_mla_kernel(const __grid_constan
         const uint32_t offset = row * 128 + ((unit ^ (row & 7)) << 4);
         Cursor next = {first_item - item_stride, 0, 0, nullptr};
         uint32_t copied = 0;
-        auto advance = [&] {  // to the next step that holds a position, in this query or a later one; its index
+        // To the next step that holds a position, in this query or a later one; this lane's indices of it.
+        auto advance = [&](int& low, int& high) {
             while (++next.step >= next.end) {
                 next.item += item_stride;
-                if (next.item >= params.queries) return -1;
+                if (next.item >= params.queries) return;
                 const Span span = Span::of<kSplits>(params, next.item, rank, lane);
                 next.step = span.begin - 1, next.end = span.end;
-                next.kv = params.kv + next.item / params.queries_per_batch * params.kv_batch_stride + unit * 8 + half * 256;
+                next.kv = params.kv + next.item / params.queries_per_batch * params.kv_batch_stride + unit * 8;
+                if (kSplits == 1) {  // the scorer will want this query's Q soon
+                    const __nv_bfloat16* q = params.q + next.item * params.q_stride;
+                    for (int i = threadIdx.x - 128; i < params.heads * kChunks; i += 256)
+                        asm volatile("prefetch.global.L2 [%0];" ::"l"(q + i / kChunks * params.q_head_stride + i % kChunks * 64));
+                }
             }
-            return index_at(next.item, next.step);
+            const int at = next.step * kKeys + lane;
+            const int* selected = params.selected + static_cast<int64_t>(next.item) * params.keys;
+            low = at < params.keys ? __ldg(selected + at) : -1;
+            high = lane < kKeys - 32 && at + 32 < params.keys ? __ldg(selected + at + 32) : -1;
         };
         // This mixer's columns of a step: four chunks of 64, and half the rows of the ninth.
-        auto copy = [&](int index, const __nv_bfloat16* kv) {
-            const uint32_t valid = __ballot_sync(~0u, index >= 0);
-            const int a = __shfl_sync(~0u, index, row), b = __shfl_sync(~0u, index, row + 16);
-            const __nv_bfloat16* from_a = kv + static_cast<int64_t>(max(a, 0)) * params.kv_stride;
-            const __nv_bfloat16* from_b = kv + static_cast<int64_t>(max(b, 0)) * params.kv_stride;
-            const uint32_t bytes_a = a < 0 ? 0 : 16, bytes_b = b < 0 ? 0 : 16;
+        auto copy = [&](int low, int high, const __nv_bfloat16* kv) {
+            const uint32_t valid_low = __ballot_sync(~0u, low >= 0), valid_high = __ballot_sync(~0u, high >= 0);
             const uint32_t s = copied++ % kStages, dst = smem_address(shared.stage[s]) + offset;
 #pragma unroll
-            for (int c = 0; c < 4; ++c) {
-                copy16(dst + (half * 4 + c) * kChunkBytes, from_a + c * 64, bytes_a);
-                copy16(dst + (half * 4 + c) * kChunkBytes + 2048, from_b + c * 64, bytes_b);
+            for (int i = 0; i < kKeys / 16; ++i) {
+                const int index = __shfl_sync(~0u, i < 2 ? low : high, row + i % 2 * 16);
+                const __nv_bfloat16* from = kv + static_cast<int64_t>(max(index, 0)) * params.kv_stride;
+                const uint32_t bytes = index < 0 ? 0 : 16;
+#pragma unroll
+                for (int c = 0; c < 4; ++c)
+                    copy16(dst + (half * 4 + c) * kChunkBytes + i * 2048, from + (half * 4 + c) * 64, bytes);
+                if (i < 2 ? i == half : row / 8 == half) copy16(dst + 8 * kChunkBytes + i * 2048, from + kValue, bytes);
             }
-            copy16(dst + 8 * kChunkBytes + half * 2048, (half ? from_b + 256 : from_a + 512), half ? bytes_b : bytes_a);
+            const uint32_t full = smem_address(&shared.full[s]);
             if (threadIdx.x == 128) {
-                shared.valid[s] = valid;
-                barrier_arrive(smem_address(&shared.full[s]));
+                shared.valid[s][0] = valid_low, shared.valid[s][1] = valid_high;
+                barrier_arrive(full);
             }
-            barrier_arrive_after_copies(smem_address(&shared.full[s]));
+            barrier_arrive_after_copies(full);
         };
-        int index = -1;
+        int low[kStages], high[kStages];
         {
-            int ahead[kStages];
             const __nv_bfloat16* base[kStages];
             bool real[kStages];
 #pragma unroll
-            for (int i = 0; i < kStages; ++i) ahead[i] = advance(), base[i] = next.kv, real[i] = next.item < params.queries;
+            for (int i = 0; i < kStages; ++i)
+                advance(low[i], high[i]), base[i] = next.kv, real[i] = next.item < params.queries;
 #pragma unroll
             for (int i = 0; i < kStages; ++i)
-                if (real[i]) copy(ahead[i], base[i]);
-            if (next.item < params.queries) index = advance();
+                if (real[i]) copy(low[i], high[i], base[i]);
+            if (next.item < params.queries) advance(low[0], high[0]);
         }
 
         uint32_t round = 0;
@@ -325,20 +369,20 @@ __global__ void __launch_bounds__(384, 1) sparse_mla_kernel(const __grid_constan
 #pragma unroll
                     for (int j = 0; j < 128; ++j) acc[j] *= j % 4 < 2 ? alpha0 : alpha1;
                 }
-                const uint64_t p = descriptor(smem_address(shared.p[buffer]), 128, 512, kNone);
+                const uint64_t p = descriptor(smem_address(shared.p[buffer]), 128, kPGroup, kNone);
                 const uint64_t v = descriptor(smem_address(shared.stage[s]) + half * 4 * kChunkBytes, kChunkBytes, 1024, k128B);
                 pin(acc);
                 mma_fence();
-                mma_n256(acc, p, v);
-                mma_n256(acc, hopper::advance(p, 256), hopper::advance(v, 2048));
+#pragma unroll
+                for (int i = 0; i < kKeys / 16; ++i) mma_n256(acc, hopper::advance(p, i * 256), hopper::advance(v, i * 2048));
                 mma_commit();
                 mma_wait<0>();
                 pin(acc);
                 if (lane == 0) barrier_arrive(smem_address(&shared.p_empty[buffer]));
                 named_barrier(2 + half, 128);  // all four warps are done with these columns
                 if (next.item < params.queries) {
-                    copy(index, next.kv);
-                    index = advance();
+                    copy(low[0], high[0], next.kv);
+                    advance(low[0], high[0]);
                 }
             }
             barrier_wait(smem_address(&shared.stats_full), round & 1);
@@ -347,13 +391,18 @@ __global__ void __launch_bounds__(384, 1) sparse_mla_kernel(const __grid_constan
                 __syncwarp();
                 if (lane == 0) barrier_arrive(smem_address(&shared.stats_empty));
                 const float inv0 = sum0 > 0.0f ? 1.0f / sum0 : 0.0f, inv1 = sum1 > 0.0f ? 1.0f / sum1 : 0.0f;
-                __nv_bfloat16* out = params.out + static_cast<int64_t>(item) * params.heads * kValue + half * 256 + lane % 4 * 2;
-                uint32_t* out0 = reinterpret_cast<uint32_t*>(out + row0 * kValue);
-                uint32_t* out1 = reinterpret_cast<uint32_t*>(out + row1 * kValue);
+                __nv_bfloat16* out = params.out + static_cast<int64_t>(item) * params.heads * kValue + half * 256 + lane % 4 * 8;
 #pragma unroll
-                for (int j = 0; j < 32; ++j) {
-                    if (row0 < params.heads) out0[4 * j] = pack(acc[4 * j] * inv0, acc[4 * j + 1] * inv0);
-                    if (row1 < params.heads) out1[4 * j] = pack(acc[4 * j + 2] * inv1, acc[4 * j + 3] * inv1);
+                for (int j = 0; j < 32; j += 4) {  // 4 groups of 8 columns, of which each lane ends up with one
+                    uint32_t upper[4], lower[4];
+#pragma unroll
+                    for (int i = 0; i < 4; ++i) {
+                        upper[i] = pack(acc[4 * (j + i)] * inv0, acc[4 * (j + i) + 1] * inv0);
+                        lower[i] = pack(acc[4 * (j + i) + 2] * inv1, acc[4 * (j + i) + 3] * inv1);
+                    }
+                    const uint4 above = transpose4(upper, lane), below = transpose4(lower, lane);
+                    if (row0 < params.heads) *reinterpret_cast<uint4*>(out + row0 * kValue + 8 * j) = above;
+                    if (row1 < params.heads) *reinterpret_cast<uint4*>(out + row1 * kValue + 8 * j) = below;
                 }
             } else {
                 named_barrier(4, 256);  // both mixers are done with the ring, which now holds the partial result

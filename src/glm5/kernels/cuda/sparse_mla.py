@@ -89,15 +89,15 @@ def sparse_mla(
 @functools.cache
 def choose_splits(rows: int, keys: int, device: int) -> int:
     """The number of blocks per query that ends soonest by a count of steps: work per block times rounds of blocks."""
-    steps = -(-keys // 32)
+    steps = -(-keys // 48)
     best, best_cost = 1, float("inf")
     for splits in SPLITS:
         resident = multiprocessors(device) if splits == 1 else clusters_at_once(splits, device)
         if resident < 1:
             continue
-        # Entering and leaving a block costs about as much as 6 steps; combining about as much as 4.
+        # Entering a block costs about as much as 3 steps, and combining as much again.
         rounds = -(-rows // resident)
-        cost = rounds * (-(-steps // splits) + (4 if splits > 1 else 0)) + (6 if splits == 1 else 6 * rounds)
+        cost = rounds * (-(-steps // splits) + (6 if splits > 1 else 3))
         if cost < best_cost:
             best, best_cost = splits, cost
     return best

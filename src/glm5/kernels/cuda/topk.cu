@@ -2,7 +2,7 @@
 // Source: report section 3.2 (a non-deterministic selection ruins reinforcement learning).
 //
 // One pass over a row in device memory, in the common case:
-//   1. a spread sample of 4,096 scores gives a threshold that about 1.3 to 1.7 k scores are expected to reach;
+//   1. a spread sample, of which about 64 scores belong to the winners, gives a threshold that 1.7 k are expected to reach;
 //   2. every score that reaches it is appended to a list in shared memory, in whatever order the warps arrive;
 //   3. the exact k-th largest key of the list is found by histograms that adapt to the range of what is left;
 //   4. winners, and ties at the k-th key, set bits in two bitmaps over positions; a prefix sum over the words admits
@@ -19,7 +19,7 @@ namespace cg = cooperative_groups;
 
 namespace {
 
-constexpr int kListMax = 4864, kBins = 2048, kBinBits = 11, kSampleVectors = 1024, kLargestK = 2048;
+constexpr int kListMax = 4864, kBins = 2048, kBinBits = 11, kSampleMax = 1024, kLargestK = 2048;
 
 struct Params {
     const float* scores;      // [N, S], row stride `stride`
@@ -208,10 +208,11 @@ __global__ void __launch_bounds__(kThreads) stable_topk_kernel(const Params para
     const int begin4 = first / 4, end4 = span ? last / 4 + 1 : begin4, vectors = end4 - begin4;
     float floor = -FLT_MAX;
     if (span > kListMax) {  // step 1
+        const int sample = min(kSampleMax, max(64, static_cast<int>(16LL * span / k)));  // vectors of 4
         int size = 0;
-        for (int i = threadIdx.x; i < kSampleVectors; i += kThreads) {
-            const int from = static_cast<int64_t>(i) * vectors / kSampleVectors;
-            const int stride = max(1, static_cast<int>(static_cast<int64_t>(i + 1) * vectors / kSampleVectors) - from);
+        for (int i = threadIdx.x; i < sample; i += kThreads) {
+            const int from = static_cast<int64_t>(i) * vectors / sample;
+            const int stride = max(1, static_cast<int>(static_cast<int64_t>(i + 1) * vectors / sample) - from);
             const float4 x = load4<kAligned>(row, begin4 + from + (i * 2654435761u >> 8) % stride, first, last);
             shared.key[4 * i] = to_key(x.x), shared.key[4 * i + 1] = to_key(x.y);
             shared.key[4 * i + 2] = to_key(x.z), shared.key[4 * i + 3] = to_key(x.w);
@@ -222,10 +223,10 @@ __global__ void __launch_bounds__(kThreads) stable_topk_kernel(const Params para
         if (threadIdx.x == kThreads - 1) shared.in_bin = size;
         __syncthreads();
         size = shared.in_bin;
-        const float expected = static_cast<float>(4 * kSampleVectors) * k / span;
+        const float expected = 4.0f * sample * k / span;
         const int aim = static_cast<int>(expected + 5.0f * sqrtf(expected) + 4.0f);
         if (aim < size) {
-            const Threshold t = select<kThreads>(4 * kSampleVectors, aim, aim / 16, shared);
+            const Threshold t = select<kThreads>(4 * sample, aim, aim / 16, shared);
             floor = fmaxf(-FLT_MAX, from_key(t.ties ? t.key : t.key + 1));
         }
         __syncthreads();

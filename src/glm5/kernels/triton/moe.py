@@ -188,8 +188,10 @@ def grouped_swiglu(
 
 def _tiles(pairs_each: float) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """By the pairs an expert gets on average."""
-    if pairs_each <= 12:
+    if pairs_each <= 3:
         return (16, 64, 128, 4, 4), (16, 128, 128, 4, 4)
+    if pairs_each <= 16:
+        return (32, 64, 128, 4, 4), (32, 128, 128, 4, 4)
     if pairs_each <= 48:
         return (64, 64, 64, 4, 4), (64, 128, 64, 4, 4)
     return (128, 128, 64, 8, 4), (128, 256, 64, 8, 4)
