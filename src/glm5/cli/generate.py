@@ -73,6 +73,7 @@ def run(options: GenerateOptions) -> dict[str, Any]:
     """
     import torch
 
+    from glm5.model.generate import generate
     from glm5.model.speculate import SpeculationStats
     from glm5.model.weights import load_model
     from glm5.text.stream import StreamDecoder
@@ -101,7 +102,8 @@ def run(options: GenerateOptions) -> dict[str, Any]:
             sys.stdout.flush()
 
     began = first = time.perf_counter()
-    for token in model.generate(
+    for token in generate(
+        model,
         prompt_ids,
         max_new_tokens=options.max_new_tokens,
         temperature=options.temperature,
