@@ -18,6 +18,7 @@ from transformers import GlmMoeDsaForCausalLM
 
 from glm5.model import weights
 from glm5.model.glm5 import GLM5
+from glm5.model.presets import glm5
 from glm5.model.weights import load_model, save_model
 from glm5.utils.errors import CheckpointError, ConfigError, FileError, UserError
 from support.tiny import fuse_experts, tiny_config, tiny_model, tiny_tensors, write_public_checkpoint
@@ -146,6 +147,19 @@ print(status("VmHWM") - before, size, max(t.nbytes for t in model.state_dict().v
     assert size > 100e6
     # Twice the model, or the whole file mapped, would be 2 * size.
     assert grown < size + largest + 4 * 2**20 + 16 * 2**20
+
+
+def test_names_of_the_published_checkpoint() -> None:
+    """Its tensors, elements and bytes, as published (the router biases, 19,456 elements, are fp32)."""
+    with torch.device("meta"):
+        model = GLM5(glm5(), seed=None)
+    state = model.state_dict()
+    found = {name: view for owner, t in state.items() for name, view in weights.public_tensors(owner, t)}
+    biases = [name for name in found if name.endswith("e_score_correction_bias")]
+    elements = sum(t.numel() for t in found.values())
+    precise = sum(found[name].numel() for name in biases)
+    assert (len(found), elements, precise) == (59_870, 753_864_139_008, 19_456)
+    assert 2 * (elements - precise) + 4 * precise == 1_507_728_316_928
 
 
 @pytest.mark.gpu
