@@ -13,7 +13,10 @@ ROOT = Path(__file__).resolve().parents[1]
 
 def walks() -> dict[str, list[str]]:
     parts = re.split(r"^## (.+)$", (ROOT / "docs/walks.md").read_text(encoding="utf-8"), flags=re.M)
-    return {title: re.findall(r"^\d+\. `([\w.]+)`", text, flags=re.M) for title, text in zip(parts[1::2], parts[2::2])}
+    return {
+        title: re.findall(r"^\d+\. `([\w.]+)`", text, flags=re.M)
+        for title, text in zip(parts[1::2], parts[2::2], strict=True)
+    }
 
 
 def path_of(module: str) -> Path:
