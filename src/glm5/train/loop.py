@@ -19,8 +19,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from glm5.data.loader import Batch, Loader
+from glm5.data.loader import Batch, Loader, TokenDataset
 from glm5.data.packing import first_and_positions
+from glm5.model.config import ModelConfig
 from glm5.model.glm5 import GLM5
 from glm5.model.moe import Router
 from glm5.model.trace import Aux
@@ -90,6 +91,32 @@ class Rows:
         return Rows(ids, document, loss, self.first_BS[:rows], self.plain, self.valid_BT[:rows], 0)
 
 
+def check_stage(config: TrainConfig, model: ModelConfig, dataset: TokenDataset) -> None:
+    """Whether a stage can train such a model on such rows.
+
+    Raises:
+        ConfigError: options contradict each other, the model or the dataset. DataError: ids outside the vocabulary.
+    """
+    if config.mtp_depths and not model.num_nextn_predict_layers:
+        raise ConfigError("mtp_depths", config.mtp_depths, "this model has no MTP block: give 0")
+    if config.mtp_depths >= dataset.ahead:
+        raise ConfigError("mtp_depths", config.mtp_depths, f"the dataset keeps {dataset.ahead} tokens ahead")
+    if config.trains_indexer and model.attention != "mla":
+        raise ConfigError("stage", config.stage, "a GQA model has no indexer to train")
+    if dataset.seq_len > model.max_position_embeddings:
+        rule = f"must be at most max_position_embeddings={model.max_position_embeddings}"
+        raise ConfigError("seq_len", dataset.seq_len, rule)
+    if config.sparse and dataset.seq_len <= model.index_topk:
+        rule = f"must exceed index_topk={model.index_topk}: no query of the sparse stage would leave anything out"
+        raise ConfigError("seq_len", dataset.seq_len, rule)
+    if dataset.store.max_id >= model.vocab_size:
+        raise DataError(
+            f"the tokens in {dataset.store.directory} hold id {dataset.store.max_id}, outside the model's vocabulary "
+            f"of {model.vocab_size}",
+            "Tokenize the corpus with the model's own tokenizer, or enlarge the model's vocab_size",
+        )
+
+
 class Trainer:
     """One stage of training of one model, in one process.
 
@@ -101,7 +128,7 @@ class Trainer:
     A checkpoint that the directory already holds is resumed from, unless its configuration differs (an error).
 
     Raises:
-        ConfigError: options contradict each other, the model or the dataset. DataError: ids outside the vocabulary.
+        ConfigError, DataError: as `check_stage`.
     """
 
     def __init__(
@@ -113,24 +140,7 @@ class Trainer:
         *,
         bytes_per_token: float | None = None,
     ) -> None:
-        if config.mtp_depths and not model.config.num_nextn_predict_layers:
-            raise ConfigError("mtp_depths", config.mtp_depths, "this model has no MTP block: give 0")
-        if config.mtp_depths >= loader.dataset.ahead:
-            raise ConfigError("mtp_depths", config.mtp_depths, f"the dataset keeps {loader.dataset.ahead} tokens ahead")
-        if config.trains_indexer and model.config.attention != "mla":
-            raise ConfigError("stage", config.stage, "a GQA model has no indexer to train")
-        seq_len, longest, topk = loader.dataset.seq_len, model.config.max_position_embeddings, model.config.index_topk
-        if seq_len > longest:
-            raise ConfigError("seq_len", seq_len, f"must be at most max_position_embeddings={longest}")
-        if config.sparse and seq_len <= topk:
-            rule = f"must exceed index_topk={topk}: no query of the sparse stage would have anything to leave out"
-            raise ConfigError("seq_len", seq_len, rule)
-        if loader.dataset.store.max_id >= model.config.vocab_size:
-            raise DataError(
-                f"the tokens in {loader.dataset.store.directory} hold id {loader.dataset.store.max_id}, outside the "
-                f"model's vocabulary of {model.config.vocab_size}",
-                "Tokenize the corpus with the model's own tokenizer, or enlarge the model's vocab_size",
-            )
+        check_stage(config, model.config, loader.dataset)
         self.config, self.model, self.loader = config, model, loader
         self.directory, self.bytes_per_token = Path(directory), bytes_per_token
         given = {name: p.detach() for name, p in model.named_parameters()}
@@ -351,7 +361,7 @@ class Trainer:
         if self.model.dtype == torch.float32:
             return self.model
         exact = self.optimizer.named_state() | {f"{name}.master": t for name, t in self.resting.items()}
-        full = GLM5(self.model.config.replace(dtype="float32"), seed=None)
+        full = GLM5(self.model.config.replace(dtype="float32"), seed=None).to(self.model.device)
         full.load_state_dict({name: exact.get(f"{name}.master", t) for name, t in self.model.state_dict().items()})
         return full
 

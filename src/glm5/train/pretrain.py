@@ -1,0 +1,200 @@
+"""`glm5 pretrain` as a function: text, tokenizer, dense training, a checkpoint in the public layout, a measurement.
+
+    RUN/config.json    everything that decides the result, which --config reads
+    RUN/data/          tokenizer and token shards (`prepare`)
+    RUN/checkpoints/   to resume from (`loop`)
+    RUN/model/         the result: config.json, safetensors, tokenizer
+    RUN/result.json    held-out bits per byte, and what it took
+
+Source: report sections 2.1 and 2.2. Read next: `prepare`, `loop`, then `sparsify`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from glm5.data.loader import Loader
+from glm5.model.config import ModelConfig
+from glm5.model.glm5 import GLM5
+from glm5.model.presets import nano
+from glm5.text.tokenizer import Tokenizer, load_tokenizer
+from glm5.train.config import LearningRate, TrainConfig
+from glm5.train.estimate import count_parameters
+from glm5.train.evaluate import held_out
+from glm5.train.loop import Trainer
+from glm5.train.prepare import Prepared, TextConfig, prepare
+from glm5.train.schedule import BatchWarmup
+from glm5.utils.errors import ConfigError
+from glm5.utils.files import exclusive, require_writable, write_json
+
+Say = Callable[[str], None]
+# What a resumed run may change: where things lie and what is shown, nothing that is computed.
+MAY_DIFFER = ("run", "corpus", "tokenizer", "held_out_rows", "dry_run")
+
+
+@dataclass(frozen=True)
+class PretrainConfig(TextConfig):
+    """Train a model with dense attention, from text."""
+
+    run: str = "runs/pretrain"
+    """Directory of the run. An interrupted run goes on when the same command is given again."""
+    tokenizer: str = ""
+    """A tokenizer.json or the directory that holds it; by default one is trained on the corpus."""
+    vocab_size: int | None = None
+    """Ids of the tokenizer that is trained; by default the model's vocab_size, which always follows the tokenizer."""
+    device: str = "auto"
+    """cpu, cuda or cuda:N; auto is a GPU where there is one."""
+    init_seed: int = 0
+    """Of the initial weights."""
+    held_out_rows: int | None = None
+    """Measure the first so many held-out rows only."""
+    dry_run: bool = False
+    """Print parameters, tokens, steps and an estimate of the memory, and write nothing."""
+    model: ModelConfig = field(default_factory=nano)
+    """Shape of the model; --preset or --model FILE chooses it."""
+    train: TrainConfig = field(default_factory=lambda: nano_training())
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.train.stage != "pretrain":
+            raise ConfigError("train.stage", self.train.stage, "must be 'pretrain'; `glm5 sparsify` runs the others")
+        if self.tokenizer and self.vocab_size is not None:
+            raise ConfigError("vocab_size", self.vocab_size, "contradicts --tokenizer, whose vocabulary is fixed")
+
+
+def nano_training() -> TrainConfig:
+    """Eight rows a step for 600 steps: minutes on two cores. Muon bears a high rate at this width."""
+    return TrainConfig(
+        steps=600,
+        batch=BatchWarmup(8, 8, 0),
+        lr=LearningRate(peak=0.02, final=0.001, warmup_steps=20),
+        mtp_share=0.25,
+        save_every=100,
+    )
+
+
+def mini_training() -> TrainConfig:
+    """For one GPU: 10,000 steps of 32 rows, at the report's ratio of last to highest rate."""
+    return TrainConfig(
+        steps=10_000,
+        batch=BatchWarmup(32, 32, 0),
+        micro_batch=4,
+        lr=LearningRate(peak=2e-3, final=4e-4, warmup_steps=200),
+        save_every=500,
+    )
+
+
+def glm5_training() -> TrainConfig:
+    """The report's learning rate; its tokens and batch are a matter of the cluster."""
+    return TrainConfig(
+        steps=100_000, batch=BatchWarmup(1024, 1024, 0), micro_batch=1, lr=LearningRate(warmup_steps=2000)
+    )
+
+
+@dataclass(frozen=True)
+class Pretrained:
+    """What came of it. bits_per_byte is of the held-out text, None where nothing was held out."""
+
+    run: Path
+    model: Path
+    parameters: int
+    steps: int
+    tokens: int
+    bits_per_byte: float | None
+    result: dict[str, Any]
+
+
+def resolve_device(name: str) -> str:
+    """The device that a configuration's `device` means on this machine.
+
+    Raises:
+        ConfigError: there is no such device here.
+    """
+    if name == "auto":
+        return "cuda" if torch.cuda.is_available() else "cpu"
+    try:
+        device = torch.device(name)
+    except RuntimeError:
+        raise ConfigError("device", name, "must be auto, cpu, cuda or cuda:N") from None
+    if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
+        raise ConfigError("device", name, f"there are {torch.cuda.device_count()} CUDA devices here")
+    return name
+
+
+def resolve(config: PretrainConfig) -> tuple[PretrainConfig, Tokenizer | None]:
+    """The configuration with its device and the vocabulary of the tokenizer, and the tokenizer if one is named.
+
+    A vocabulary that is not ours to choose is padded to a multiple of 64 rows, as GLM-5's is.
+    """
+    config = replace(config, device=resolve_device(config.device))
+    model = config.model.replace(extra={**config.model.extra, "glm5_attention": "dense"})
+    if not config.tokenizer:
+        # A tokenizer that is trained here begins with its special tokens, the end of text first.
+        vocab_size = config.vocab_size or model.vocab_size
+        model = model.replace(vocab_size=vocab_size, eos_token_id=(0,), pad_token_id=0)
+        return replace(config, model=model), None
+    tokenizer = load_tokenizer(config.tokenizer)
+    end = tokenizer.end_of_text_id
+    vocab_size = -(-tokenizer.vocab_size // 64) * 64
+    return replace(config, model=model.replace(vocab_size=vocab_size, eos_token_id=(end,), pad_token_id=end)), tokenizer
+
+
+def pretrain(config: PretrainConfig, say: Say = print) -> Pretrained:
+    """Train, export and measure; goes on where an earlier start of the same run ended.
+
+    Args:
+        say: receives lines for the user; progress goes to standard error.
+
+    Raises:
+        UserError: see `prepare`, `Trainer` and `Trainer.run`.
+    """
+    config, given = resolve(config)
+    run = require_writable(config.run)
+    with exclusive(run / ".pretrain.lock"):
+        depths = config.train.mtp_depths
+        data = prepare(
+            config,
+            run / "data",
+            ahead=1 + depths,
+            vocab_size=config.model.vocab_size,
+            tokenizer=given,
+            begun=(run / "checkpoints").exists(),
+            say=say,
+        )
+        trainer = train(config, data, run)
+        say(f"export    {run / 'model'}")
+        trainer.export(run / "model", tokenizer=data.tokenizer)
+        result = measure(config, trainer, data)
+        write_json(run / "result.json", result)
+    bits = result["held_out"]["bits_per_byte"] if result["held_out"] else None
+    return Pretrained(run, run / "model", result["parameters"], trainer.finished_steps, trainer.tokens, bits, result)
+
+
+def train(config: PretrainConfig, data: Prepared, run: Path) -> Trainer:
+    """The training itself, in `run`."""
+    model = GLM5(config.model, seed=config.init_seed).to(config.device)
+    loader = Loader(data.training, config.train.seed, config.model.vocab_size)
+    trainer = Trainer(config.train, model, loader, run, bytes_per_token=data.bytes_per_token)
+    trainer.run(resolved=replace(config, dry_run=False), may_differ=MAY_DIFFER, title="pretrain")
+    return trainer
+
+
+def measure(config: PretrainConfig, trainer: Trainer, data: Prepared) -> dict[str, Any]:
+    """The run's closing figures, as JSON values."""
+    found = None
+    if data.held_out is not None:
+        sums = held_out(trainer.model, data.held_out, sparse=False, max_rows=config.held_out_rows)
+        found = {"bits_per_byte": sums.bits_per_byte, "loss": sums.loss, "tokens": sums.tokens, "bytes": sums.bytes}
+    return {
+        "parameters": count_parameters(trainer.model),
+        "steps": trainer.finished_steps,
+        "tokens": trainer.tokens,
+        "epochs": trainer.loader.epoch(trainer.samples),
+        "held_out": found,
+        "corpus": data.counts,
+    }
