@@ -46,8 +46,8 @@ def estimate(config: ModelConfig, train: TrainConfig, seq_len: int, *, device: s
     bf16 = train.precision == "bf16" or (train.precision == "auto" and device.startswith("cuda"))
     weights = gradients = optimizer = 0
     for role in parameter_roles(model, config):
-        n, router = role.parameter.numel(), role.parameter.dtype == torch.float32 and "mlp.gate" in role.name
-        width = 2 if bf16 and not router else 4
+        n = role.parameter.numel()
+        width = 2 if bf16 and not role.name.endswith("mlp.gate.weight") else 4  # the router stays fp32
         weights += n * width
         if not (train.trains_indexer if ".indexer." in role.name else train.trains_model):
             continue
