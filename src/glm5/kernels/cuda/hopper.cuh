@@ -90,6 +90,14 @@ __device__ __forceinline__ float load_cluster(uint32_t addr) {
     return v;
 }
 
+// ---- registers ------------------------------------------------------------------------------------------------
+template <int N> __device__ __forceinline__ void take_registers() {
+    asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(N));
+}
+template <int N> __device__ __forceinline__ void give_registers() {
+    asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(N));
+}
+
 __device__ __forceinline__ float fast_exp2(float x) {
     float y;
     asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
@@ -161,22 +169,17 @@ __device__ __forceinline__ void mma_n128(float (&d)[64], uint64_t a, uint64_t b,
         : HOPPER_16(d, 0), HOPPER_16(d, 16), HOPPER_16(d, 32), HOPPER_16(d, 48)
         : "l"(a), "l"(b), "r"(accumulate));
 }
-// d[64 x 256] += A[64 x 16] B[16 x 256], A K-major and B MN-major, both in shared memory.
-__device__ __forceinline__ void mma_n256(float (&d)[128], uint64_t a, uint64_t b) {
+// d[first .. first + 64), 64 x 128, += A[64 x 16] B[16 x 128], A K-major and B MN-major, both in shared memory.
+template <int first, int N> __device__ __forceinline__ void mma_n128_tall(float (&d)[N], uint64_t a, uint64_t b) {
     asm volatile(
         "{\n.reg .pred p;\nsetp.ne.b32 p, 1, 0;\n"
-        "wgmma.mma_async.sync.aligned.m64n256k16.f32.bf16.bf16 "
+        "wgmma.mma_async.sync.aligned.m64n128k16.f32.bf16.bf16 "
         "{%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,%12,%13,%14,%15,"
         "%16,%17,%18,%19,%20,%21,%22,%23,%24,%25,%26,%27,%28,%29,%30,%31,"
         "%32,%33,%34,%35,%36,%37,%38,%39,%40,%41,%42,%43,%44,%45,%46,%47,"
-        "%48,%49,%50,%51,%52,%53,%54,%55,%56,%57,%58,%59,%60,%61,%62,%63,"
-        "%64,%65,%66,%67,%68,%69,%70,%71,%72,%73,%74,%75,%76,%77,%78,%79,"
-        "%80,%81,%82,%83,%84,%85,%86,%87,%88,%89,%90,%91,%92,%93,%94,%95,"
-        "%96,%97,%98,%99,%100,%101,%102,%103,%104,%105,%106,%107,%108,%109,%110,%111,"
-        "%112,%113,%114,%115,%116,%117,%118,%119,%120,%121,%122,%123,%124,%125,%126,%127}, "
-        "%128, %129, p, 1, 1, 0, 1;\n}\n"
-        : HOPPER_16(d, 0), HOPPER_16(d, 16), HOPPER_16(d, 32), HOPPER_16(d, 48), HOPPER_16(d, 64), HOPPER_16(d, 80),
-          HOPPER_16(d, 96), HOPPER_16(d, 112)
+        "%48,%49,%50,%51,%52,%53,%54,%55,%56,%57,%58,%59,%60,%61,%62,%63}, "
+        "%64, %65, p, 1, 1, 0, 1;\n}\n"
+        : HOPPER_16(d, first), HOPPER_16(d, first + 16), HOPPER_16(d, first + 32), HOPPER_16(d, first + 48)
         : "l"(a), "l"(b));
 }
 

@@ -1,15 +1,14 @@
 // Sparse multi-head latent attention for Hopper, absorbed form: 64 heads attend to one shared 576-wide latent row per
 // selected position; values are the row's first 512 columns. Source: report section 2.1, DeepSeek-V3.2.
 //
-// One block of 3 warpgroups works on one query (or, in a cluster, on a share of its positions), 48 positions a step:
+// One block of 4 warpgroups works on one query (or, in a cluster, on a share of its positions), 48 positions a step:
 //
+//     copier   gathers rows by index into a ring of 3 buffers (cp.async, 16 bytes a thread, swizzled)
 //     scorer   S = Q K^T, running maximum, P = exp2(S - m) into one of 2 buffers; the next S is issued before the
-//              exponentials of this one, so the tensor cores always have work queued
-//     mixer x2 O[64 x 256 each] += P V, rescaled only when a row's maximum grew by more than 2^8; then gathers, by
-//              index, the columns it has just used up of the row buffer (cp.async, 16 bytes a thread, swizzled):
-//              the ring of 3 buffers is always in flight and needs no "empty" barrier
+//              exponentials of this one
+//     mixer x2 O[64 x 256 each] += P V, rescaled only when a row's maximum grew by more than 2^8
 //
-// Five ninths of Q stay in the scorer's registers: it saves shared memory for the ring, and shared-memory bandwidth,
+// Four ninths of Q stay in the scorer's registers: it saves shared memory for the ring, and shared-memory bandwidth,
 // which the two matrix products would otherwise exhaust before the tensor cores.
 //
 // Few queries: a cluster of `splits` blocks shares one query. Partial results stay in shared memory and each block
@@ -23,7 +22,7 @@ namespace {
 
 constexpr int kHeads = 64, kKeys = 48, kWidth = 576, kValue = 512, kStages = 3;
 constexpr int kChunks = kWidth / 64;          // 128-byte columns of a row
-constexpr int kSharedChunks = 4;              // of Q, in shared memory; the rest in registers
+constexpr int kSharedChunks = 5;              // of Q, in shared memory; the rest in registers
 constexpr int kRegisterSteps = (kChunks - kSharedChunks) * 4;
 constexpr int kChunkBytes = kKeys * 128, kStageBytes = kChunks * kChunkBytes;
 constexpr int kQChunkBytes = kHeads * 128;
@@ -38,7 +37,7 @@ struct Shared {
     float alpha[2][kHeads];
     float top[kHeads], sum[kHeads], weight[kHeads + 16];
     uint32_t valid[kStages][2];
-    alignas(8) uint64_t full[kStages], p_full[2], p_empty[2], stats_full, stats_empty;
+    alignas(8) uint64_t full[kStages], empty[kStages], p_full[2], p_empty[2], stats_full, stats_empty;
 };
 static_assert(sizeof(Shared) <= 227 * 1024, "shared memory of one block");
 static_assert(kHeads * kPartialStride * 4 <= kStages * kStageBytes, "partial results reuse the ring");
@@ -154,7 +153,7 @@ struct Cursor {
 };
 
 template <int kSplits>
-__global__ void __launch_bounds__(384, 1) sparse_mla_kernel(const __grid_constant__ Params params) {
+__global__ void __launch_bounds__(512, 1) sparse_mla_kernel(const __grid_constant__ Params params) {
     extern __shared__ __align__(1024) uint8_t raw[];
     Shared& shared = *reinterpret_cast<Shared*>(raw);
     const int role = __shfl_sync(~0u, threadIdx.x / 128, 0);
@@ -163,7 +162,10 @@ __global__ void __launch_bounds__(384, 1) sparse_mla_kernel(const __grid_constan
     const int first_item = blockIdx.x / kSplits, item_stride = gridDim.x / kSplits;
 
     if (threadIdx.x == 0) {
-        for (int i = 0; i < kStages; ++i) barrier_init(smem_address(&shared.full[i]), 257);
+        for (int i = 0; i < kStages; ++i) {
+            barrier_init(smem_address(&shared.full[i]), 129);
+            barrier_init(smem_address(&shared.empty[i]), 8);
+        }
         for (int i = 0; i < 2; ++i) {
             barrier_init(smem_address(&shared.p_full[i]), 128);
             barrier_init(smem_address(&shared.p_empty[i]), 8);
@@ -176,25 +178,84 @@ __global__ void __launch_bounds__(384, 1) sparse_mla_kernel(const __grid_constan
     const int row0 = warp * 16 + lane / 4, row1 = row0 + 8;  // the rows of a thread's accumulators
     uint32_t it = 0;                                         // steps so far, over all queries
 
-    if (role == 0) {  // ------------------------------------------------------------------------------ scorer
+    if (role == 0) {  // ------------------------------------------------------------------------------ copier
+        give_registers<40>();
+        const int row = tid / 8, unit = tid % 8;
+        const uint32_t offset = row * 128 + ((unit ^ (row & 7)) << 4);
+        Cursor next = {first_item - item_stride, 0, 0, nullptr};
+        // To the next step that holds a position, in this query or a later one; this lane's indices of it.
+        auto advance = [&](int& low, int& high) {
+            while (++next.step >= next.end) {
+                next.item += item_stride;
+                if (next.item >= params.queries) return;
+                const Span span = Span::of<kSplits>(params, next.item, rank, lane);
+                next.step = span.begin - 1, next.end = span.end;
+                next.kv = params.kv + next.item / params.queries_per_batch * params.kv_batch_stride + unit * 8;
+                if (kSplits == 1) {  // the scorer will want this query's Q soon
+                    const __nv_bfloat16* q = params.q + next.item * params.q_stride;
+                    for (int i = tid; i < params.heads * kChunks; i += 128)
+                        asm volatile("prefetch.global.L2 [%0];" ::"l"(q + i / kChunks * params.q_head_stride + i % kChunks * 64));
+                }
+            }
+            const int at = next.step * kKeys + lane;
+            const int* selected = params.selected + static_cast<int64_t>(next.item) * params.keys;
+            low = at < params.keys ? __ldg(selected + at) : -1;
+            high = lane < kKeys - 32 && at + 32 < params.keys ? __ldg(selected + at + 32) : -1;
+        };
+        // Indices are requested three steps ahead of their use.
+        int low[3] = {-1, -1, -1}, high[3] = {-1, -1, -1};
+        const __nv_bfloat16* kv[3];
+        bool more[3];
+#pragma unroll
+        for (int i = 0; i < 3; ++i) advance(low[i], high[i]), kv[i] = next.kv, more[i] = next.item < params.queries;
+        for (; more[0]; ++it) {
+            const uint32_t valid_low = __ballot_sync(~0u, low[0] >= 0), valid_high = __ballot_sync(~0u, high[0] >= 0);
+            const uint32_t s = it % kStages, dst = smem_address(shared.stage[s]) + offset;
+            barrier_wait(smem_address(&shared.empty[s]), (it / kStages & 1) ^ 1);
+#pragma unroll
+            for (int i = 0; i < kKeys / 16; ++i) {
+                const int index = __shfl_sync(~0u, i < 2 ? low[0] : high[0], row + i % 2 * 16);
+                const __nv_bfloat16* from = kv[0] + static_cast<int64_t>(max(index, 0)) * params.kv_stride;
+                const uint32_t bytes = index < 0 ? 0 : 16;
+#pragma unroll
+                for (int c = 0; c < kChunks; ++c) copy16(dst + c * kChunkBytes + i * 2048, from + c * 64, bytes);
+            }
+            const uint32_t full = smem_address(&shared.full[s]);
+            if (tid == 0) {
+                shared.valid[s][0] = valid_low, shared.valid[s][1] = valid_high;
+                barrier_arrive(full);
+            }
+            barrier_arrive_after_copies(full);
+#pragma unroll
+            for (int i = 0; i < 2; ++i) low[i] = low[i + 1], high[i] = high[i + 1], kv[i] = kv[i + 1], more[i] = more[i + 1];
+            if (more[1]) advance(low[2], high[2]), kv[2] = next.kv, more[2] = next.item < params.queries;
+        }
+        asm volatile("cp.async.wait_all;" ::: "memory");
+        if (kSplits > 1) {
+            cluster_arrive();
+            cluster_wait();
+        }
+    } else if (role == 1) {  // ----------------------------------------------------------------------- scorer
+        take_registers<152>();
         uint32_t round = 0;
         for (int item = first_item; item < params.queries; item += item_stride, ++round) {
             const __nv_bfloat16* query = params.q + item * params.q_stride;
-            // Rows of 256 columns, a warp each: columns 256 .. 511 pass through shared memory into registers, columns
-            // 0 .. 255 stay there. Everything is requested before anything is used.
-            uint4 head[16], tail[16];
+            // A row's last 256 columns pass through shared memory into registers, the first 320 stay there. Everything
+            // is requested before anything is used.
+            uint4 head[16], tail[16], middle[4];
             uint32_t q[kRegisterSteps * 4];
 #pragma unroll
             for (int i = 0; i < 16; ++i) {
                 const int row = i * 4 + warp;
                 const uint4* from = reinterpret_cast<const uint4*>(query + row * params.q_head_stride) + lane;
+                tail[i] = row < params.heads ? __ldg(from + 40) : make_uint4(0, 0, 0, 0);
                 head[i] = row < params.heads ? __ldg(from) : make_uint4(0, 0, 0, 0);
-                tail[i] = row < params.heads ? __ldg(from + 32) : make_uint4(0, 0, 0, 0);
             }
 #pragma unroll
-            for (int i = 0; i < 16; ++i) {  // the rotary columns, straight into place
-                const int row = i % 2 ? row1 : row0, col = kValue + i / 4 * 16 + i % 4 / 2 * 8 + lane % 4 * 2;
-                q[64 + i] = row < params.heads ? __ldg(reinterpret_cast<const uint32_t*>(query + row * params.q_head_stride + col)) : 0u;
+            for (int i = 0; i < 4; ++i) {
+                const int row = i * 16 + tid / 8;
+                const uint4* from = reinterpret_cast<const uint4*>(query + row * params.q_head_stride) + 32 + tid % 8;
+                middle[i] = row < params.heads ? __ldg(from) : make_uint4(0, 0, 0, 0);
             }
             auto store = [&](const uint4 (&rows)[16]) {
 #pragma unroll
@@ -204,12 +265,17 @@ __global__ void __launch_bounds__(384, 1) sparse_mla_kernel(const __grid_constan
             };
             named_barrier(1, 128);  // every warp is done with the previous query in shared memory
             store(tail);
+#pragma unroll
+            for (int i = 0; i < 4; ++i) {
+                const int row = i * 16 + tid / 8;
+                *reinterpret_cast<uint4*>(shared.q[4] + row * 128 + ((tid % 8 ^ (row & 7)) << 4)) = middle[i];
+            }
             named_barrier(1, 128);
             {
                 const int row = warp * 16 + lane % 16;  // of the four matrices: row half, then column half
                 const uint32_t from = smem_address(shared.q) + row * 128;
 #pragma unroll
-                for (int i = 0; i < 16; ++i)
+                for (int i = 0; i < kRegisterSteps; ++i)
                     load_matrices(q + 4 * i, from + i / 4 * kQChunkBytes + ((i % 4 * 2 + lane / 16 ^ (row & 7)) << 4));
             }
             named_barrier(1, 128);
@@ -296,64 +362,13 @@ __global__ void __launch_bounds__(384, 1) sparse_mla_kernel(const __grid_constan
             }
             barrier_arrive(smem_address(&shared.stats_full));
         }
-    } else {  // -------------------------------------------------------------------------------------- mixers
-        const int half = role - 1, row = tid / 8, unit = tid % 8;
-        const uint32_t offset = row * 128 + ((unit ^ (row & 7)) << 4);
-        Cursor next = {first_item - item_stride, 0, 0, nullptr};
-        uint32_t copied = 0;
-        // To the next step that holds a position, in this query or a later one; this lane's indices of it.
-        auto advance = [&](int& low, int& high) {
-            while (++next.step >= next.end) {
-                next.item += item_stride;
-                if (next.item >= params.queries) return;
-                const Span span = Span::of<kSplits>(params, next.item, rank, lane);
-                next.step = span.begin - 1, next.end = span.end;
-                next.kv = params.kv + next.item / params.queries_per_batch * params.kv_batch_stride + unit * 8;
-                if (kSplits == 1) {  // the scorer will want this query's Q soon
-                    const __nv_bfloat16* q = params.q + next.item * params.q_stride;
-                    for (int i = threadIdx.x - 128; i < params.heads * kChunks; i += 256)
-                        asm volatile("prefetch.global.L2 [%0];" ::"l"(q + i / kChunks * params.q_head_stride + i % kChunks * 64));
-                }
-            }
-            const int at = next.step * kKeys + lane;
-            const int* selected = params.selected + static_cast<int64_t>(next.item) * params.keys;
-            low = at < params.keys ? __ldg(selected + at) : -1;
-            high = lane < kKeys - 32 && at + 32 < params.keys ? __ldg(selected + at + 32) : -1;
-        };
-        // This mixer's columns of a step: four chunks of 64, and half the rows of the ninth.
-        auto copy = [&](int low, int high, const __nv_bfloat16* kv) {
-            const uint32_t valid_low = __ballot_sync(~0u, low >= 0), valid_high = __ballot_sync(~0u, high >= 0);
-            const uint32_t s = copied++ % kStages, dst = smem_address(shared.stage[s]) + offset;
-#pragma unroll
-            for (int i = 0; i < kKeys / 16; ++i) {
-                const int index = __shfl_sync(~0u, i < 2 ? low : high, row + i % 2 * 16);
-                const __nv_bfloat16* from = kv + static_cast<int64_t>(max(index, 0)) * params.kv_stride;
-                const uint32_t bytes = index < 0 ? 0 : 16;
-#pragma unroll
-                for (int c = 0; c < 4; ++c)
-                    copy16(dst + (half * 4 + c) * kChunkBytes + i * 2048, from + (half * 4 + c) * 64, bytes);
-                if (i < 2 ? i == half : row / 8 == half) copy16(dst + 8 * kChunkBytes + i * 2048, from + kValue, bytes);
-            }
-            const uint32_t full = smem_address(&shared.full[s]);
-            if (threadIdx.x == 128) {
-                shared.valid[s][0] = valid_low, shared.valid[s][1] = valid_high;
-                barrier_arrive(full);
-            }
-            barrier_arrive_after_copies(full);
-        };
-        int low[kStages], high[kStages];
-        {
-            const __nv_bfloat16* base[kStages];
-            bool real[kStages];
-#pragma unroll
-            for (int i = 0; i < kStages; ++i)
-                advance(low[i], high[i]), base[i] = next.kv, real[i] = next.item < params.queries;
-#pragma unroll
-            for (int i = 0; i < kStages; ++i)
-                if (real[i]) copy(low[i], high[i], base[i]);
-            if (next.item < params.queries) advance(low[0], high[0]);
+        if (kSplits > 1) {
+            cluster_arrive();
+            cluster_wait();
         }
-
+    } else {  // -------------------------------------------------------------------------------------- mixers
+        take_registers<160>();
+        const int half = role - 2;
         uint32_t round = 0;
         for (int item = first_item; item < params.queries; item += item_stride, ++round) {
             const Span span = Span::of<kSplits>(params, item, rank, lane);
@@ -374,15 +389,16 @@ __global__ void __launch_bounds__(384, 1) sparse_mla_kernel(const __grid_constan
                 pin(acc);
                 mma_fence();
 #pragma unroll
-                for (int i = 0; i < kKeys / 16; ++i) mma_n256(acc, hopper::advance(p, i * 256), hopper::advance(v, i * 2048));
+                for (int i = 0; i < kKeys / 16; ++i) {
+                    mma_n128_tall<0>(acc, hopper::advance(p, i * 256), hopper::advance(v, i * 2048));
+                    mma_n128_tall<64>(acc, hopper::advance(p, i * 256), hopper::advance(v, i * 2048 + 2 * kChunkBytes));
+                }
                 mma_commit();
                 mma_wait<0>();
                 pin(acc);
-                if (lane == 0) barrier_arrive(smem_address(&shared.p_empty[buffer]));
-                named_barrier(2 + half, 128);  // all four warps are done with these columns
-                if (next.item < params.queries) {
-                    copy(low[0], high[0], next.kv);
-                    advance(low[0], high[0]);
+                if (lane == 0) {
+                    barrier_arrive(smem_address(&shared.p_empty[buffer]));
+                    barrier_arrive(smem_address(&shared.empty[s]));
                 }
             }
             barrier_wait(smem_address(&shared.stats_full), round & 1);
@@ -414,13 +430,11 @@ __global__ void __launch_bounds__(384, 1) sparse_mla_kernel(const __grid_constan
                 }
             }
         }
-    }
-    if (kSplits > 1) {  // one query per cluster: every rank sums its share of the heads over all ranks, in rank order
-        cluster_arrive();
-        cluster_wait();
-        if (role >= 1) {
+        if (kSplits > 1) {  // one query per cluster: each rank sums its share of the heads over all ranks, in rank order
+            cluster_arrive();
+            cluster_wait();
             constexpr int kShare = (kHeads + kSplits - 1) / kSplits;  // the last rank's share may be smaller
-            const int t = threadIdx.x - 128;
+            const int t = threadIdx.x - 256;
             const int64_t item = first_item;
             if (t < kShare && rank * kShare + t < kHeads) {
                 const int row = rank * kShare + t;
@@ -462,7 +476,9 @@ __global__ void __launch_bounds__(384, 1) sparse_mla_kernel(const __grid_constan
                     make_uint2(pack(sum.x, sum.y), pack(sum.z, sum.w));
             }
         }
-        cluster_arrive();  // no block leaves while another reads its shared memory
+    }
+    if (kSplits > 1) {  // no block leaves while another reads its shared memory
+        cluster_arrive();
         cluster_wait();
     }
 }
@@ -472,7 +488,7 @@ template <int kSplits> cudaLaunchConfig_t configure(int blocks, cudaStream_t str
     cudaFuncSetAttribute(sparse_mla_kernel<kSplits>, cudaFuncAttributeNonPortableClusterSizeAllowed, 1);
     cudaLaunchConfig_t config = {};
     config.gridDim = dim3(blocks);
-    config.blockDim = dim3(384);
+    config.blockDim = dim3(512);
     config.dynamicSmemBytes = sizeof(Shared);
     config.stream = stream;
     cluster->id = cudaLaunchAttributeClusterDimension;

@@ -47,34 +47,29 @@ __device__ __forceinline__ float from_key(uint32_t key) {
     return __uint_as_float(key ^ (key & 0x80000000u ? 0x80000000u : 0xFFFFFFFFu));
 }
 
-// Inclusive sums over the block of two counters.
-template <int kThreads> __device__ __forceinline__ void block_scan(int& a, int& b, Shared& shared) {
+// Inclusive sum over the block.
+__device__ __forceinline__ int block_scan(int a, int* warp_sums) {
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
 #pragma unroll
     for (int d = 1; d < 32; d *= 2) {
-        const int ua = __shfl_up_sync(~0u, a, d), ub = __shfl_up_sync(~0u, b, d);
-        if (lane >= d) a += ua, b += ub;
+        const int up = __shfl_up_sync(~0u, a, d);
+        if (lane >= d) a += up;
     }
+    if (lane == 31) warp_sums[warp] = a;
     __syncthreads();
-    if (lane == 31) shared.warp_a[warp] = a, shared.warp_b[warp] = b;
-    __syncthreads();
-    int base_a = lane < warp ? shared.warp_a[lane] : 0, base_b = lane < warp ? shared.warp_b[lane] : 0;
-    a += __reduce_add_sync(~0u, base_a);
-    b += __reduce_add_sync(~0u, base_b);
+    return a + __reduce_add_sync(~0u, lane < warp ? warp_sums[lane] : 0);
 }
 
 // With the histogram filled: the bin, counted from the top, where the running count reaches `rank`.
 template <int kThreads> __device__ __forceinline__ void find_bin(int rank, Shared& shared) {
     constexpr int kEach = kBins / kThreads;
-    int count[kEach], sum = 0, unused = 0;
+    int count[kEach], sum = 0;
 #pragma unroll
     for (int i = 0; i < kEach; ++i) {
         count[i] = shared.histogram[kBins - 1 - (threadIdx.x * kEach + i)];
         sum += count[i];
     }
-    int upto = sum;
-    block_scan<kThreads>(upto, unused, shared);
-    int above = upto - sum;
+    int above = block_scan(sum, shared.warp_a) - sum;
 #pragma unroll
     for (int i = 0; i < kEach; ++i) {
         if (above < rank && above + count[i] >= rank)
@@ -190,7 +185,7 @@ __device__ void select_slowly(const float* row, int first, int last, int k, int 
 }
 
 template <int kCluster, int kThreads, bool kAligned>
-__global__ void __launch_bounds__(kThreads) stable_topk_kernel(const Params params) {
+__global__ void __launch_bounds__(kThreads, kCluster == 1 ? 4 : 1) stable_topk_kernel(const Params params) {
     extern __shared__ __align__(16) uint8_t raw[];
     Shared& shared = *reinterpret_cast<Shared*>(raw);
     const int n = blockIdx.x / kCluster, lane = threadIdx.x % 32;
@@ -218,8 +213,7 @@ __global__ void __launch_bounds__(kThreads) stable_topk_kernel(const Params para
             shared.key[4 * i + 2] = to_key(x.z), shared.key[4 * i + 3] = to_key(x.w);
             size += (x.x > -INFINITY) + (x.y > -INFINITY) + (x.z > -INFINITY) + (x.w > -INFINITY);
         }
-        int unused = 0;
-        block_scan<kThreads>(size, unused, shared);
+        size = block_scan(size, shared.warp_a);
         if (threadIdx.x == kThreads - 1) shared.in_bin = size;
         __syncthreads();
         size = shared.in_bin;
@@ -232,10 +226,12 @@ __global__ void __launch_bounds__(kThreads) stable_topk_kernel(const Params para
         __syncthreads();
     }
 
-    // Step 2. This block's share of the vectors; 4 in flight per thread, the next 4 requested before these are used.
+    // Step 2. This block's share of the vectors, 4 in flight per thread. A block alone on its multiprocessor requests the
+    // next 4 before it uses these; elsewhere the neighbours keep memory busy, and registers are better spent on them.
     const int share = (vectors + kCluster - 1) / kCluster;
     const int from = begin4 + share * rank, to = min(end4, from + share);
     constexpr int kBatch = 4;
+    constexpr bool kAhead = kCluster > 1;
     float4 now[kBatch], later[kBatch];
     auto fetch = [&](float4 (&x)[kBatch], int v) {
 #pragma unroll
@@ -244,9 +240,10 @@ __global__ void __launch_bounds__(kThreads) stable_topk_kernel(const Params para
             x[i] = at < to ? load4<kAligned>(row, at, first, last) : make_float4(-INFINITY, -INFINITY, -INFINITY, -INFINITY);
         }
     };
-    if (from < to) fetch(now, from);
+    if (kAhead && from < to) fetch(now, from);
     for (int v = from; v < to; v += kBatch * kThreads) {
-        if (v + kBatch * kThreads < to) fetch(later, v + kBatch * kThreads);
+        if (!kAhead) fetch(now, v);
+        if (kAhead && v + kBatch * kThreads < to) fetch(later, v + kBatch * kThreads);
         uint32_t hits = 0;
 #pragma unroll
         for (int i = 0; i < kBatch; ++i)
@@ -274,7 +271,7 @@ __global__ void __launch_bounds__(kThreads) stable_topk_kernel(const Params para
                     ++at;
                 }
             }
-            now[i] = later[i];
+            if (kAhead) now[i] = later[i];
         }
     }
     __syncthreads();
@@ -316,8 +313,7 @@ __global__ void __launch_bounds__(kThreads) stable_topk_kernel(const Params para
     int wins = 0, ties = 0;
     const int word0 = threadIdx.x * each;
     for (int w = word0; w < min(words, word0 + each); ++w) wins += __popc(won[w]), ties += __popc(tied[w]);
-    int wins_upto = wins, ties_upto = ties;
-    block_scan<kThreads>(wins_upto, ties_upto, shared);
+    const int wins_upto = block_scan(wins, shared.warp_a), ties_upto = block_scan(ties, shared.warp_b);
     int ties_before = ties_upto - ties, at = wins_upto - wins + min(ties_before, threshold.ties);
     for (int w = word0; w < min(words, word0 + each); ++w) {
         uint32_t bits = won[w], equal = tied[w];
@@ -338,6 +334,7 @@ template <int kCluster, int kThreads, bool kAligned> int launch(const Params& pa
     const int bytes = sizeof(Shared) + 8 * (params.slots / 32 + 2);
     if (bytes > 227 * 1024) return cudaErrorInvalidValue;
     cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes);
+    cudaFuncSetAttribute(kernel, cudaFuncAttributePreferredSharedMemoryCarveout, cudaSharedmemCarveoutMaxShared);
     cudaFuncSetAttribute(kernel, cudaFuncAttributeNonPortableClusterSizeAllowed, 1);
     cudaLaunchAttribute cluster;
     cluster.id = cudaLaunchAttributeClusterDimension;
