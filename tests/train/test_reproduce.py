@@ -449,3 +449,26 @@ def test_costs_are_the_ledgers(text: Text, tmp_path: Path) -> None:
     assert fixed["MLA"][cache] == fixed["MLA-256 + Muon Split"][cache] == config.kv_lora_rank + config.qk_rope_head_dim
     decode = next(name for name in fixed["MLA"] if name.startswith("decode"))
     assert fixed["MLA-256 + Muon Split"][decode] * 3 == fixed["MLA"][decode] * 2
+
+
+def test_a_child_begins_with_all_digits_of_a_bf16_parent(text: Text, tmp_path: Path) -> None:
+    lab = Lab(tmp_path, text, small(), keep=True)
+    parent = lab.cell("parent", 0, small().model, precision="bf16")
+    child = lab.cell("child", 0, small().model, parent=parent, data_seed=9, precision="bf16", steps=1)
+    exact = lab._train(parent, None).fp32_model()
+    found: dict[str, torch.Tensor] = {}
+
+    begin = cells.Trainer.__init__
+
+    def remember(self: Trainer, config: Any, model: GLM5, *args: Any, **options: Any) -> None:
+        if config.seed == 9:
+            found.update({n: p.detach().clone() for n, p in model.named_parameters()})
+        begin(self, config, model, *args, **options)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(cells.Trainer, "__init__", remember)
+        lab._train(child, None)
+    expected = dict(exact.named_parameters())
+    assert found.keys() == expected.keys()
+    assert all(torch.equal(found[n], expected[n]) for n in expected)
+    assert any(not torch.equal(t, t.bfloat16().float()) for t in found.values())

@@ -244,7 +244,8 @@ class MuonSplit(torch.optim.Optimizer):
         for name, p, algorithm in self._named():
             expected = self._expected(p, algorithm)
             found = {key: left.pop(f"{name}.{key}") for key in expected if f"{name}.{key}" in left}
-            wrong += [f"{name}.{key} is missing" for key in expected if found and key not in found]
+            moved = found.keys() - {"master"}  # a master may be given before the first update, or rest for ever
+            wrong += [f"{name}.{key} is missing" for key in expected if moved and key not in found]
             for key, t in found.items():
                 if (t.shape, t.dtype) != expected[key]:
                     shape, dtype = expected[key]
