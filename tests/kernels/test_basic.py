@@ -7,7 +7,7 @@ import math
 import pytest
 import torch
 
-from glm5.kernels.basic import layer_norm, rms_norm, rope_interleaved, rope_tables, swiglu
+from glm5.kernels.basic import layer_norm, rms_norm, rope_interleaved, rotations, swiglu
 
 GENERATOR = torch.Generator().manual_seed(0)
 
@@ -50,10 +50,10 @@ def test_rope_rotates_neighbouring_pairs() -> None:
     """Pair i of position p turns by p * theta^(-2 i / dim), as complex numbers."""
     dim, theta = 12, 1e6
     positions = torch.tensor([[0, 1, 5, 1000]])
-    cos, sin = rope_tables(positions, dim, theta, torch.float32)
-    assert cos.shape == sin.shape == (1, 4, dim // 2)
+    rotation = rotations(positions, dim, theta)
+    assert rotation.shape == (1, 4, dim // 2)
     x = random(1, 4, dim)
-    out = rope_interleaved(x, cos, sin)
+    out = rope_interleaved(x, rotation)
     for t, position in enumerate(positions[0].tolist()):
         for i in range(dim // 2):
             angle = position * theta ** (-2 * i / dim)
@@ -66,8 +66,8 @@ def test_rope_scores_depend_on_the_distance_only() -> None:
     q, k = random(16), random(16)
 
     def score(at: int, to: int) -> float:
-        cos, sin = rope_tables(torch.tensor([at, to]), 16, 1e4, torch.float32)
-        return float(rope_interleaved(q, cos[0], sin[0]) @ rope_interleaved(k, cos[1], sin[1]))
+        here, there = rotations(torch.tensor([at, to]), 16, 1e4)
+        return float(rope_interleaved(q, here) @ rope_interleaved(k, there))
 
     assert score(7, 3) == pytest.approx(score(107, 103), abs=1e-4)
     assert score(7, 3) != pytest.approx(score(3, 7), abs=1e-2)
@@ -75,9 +75,9 @@ def test_rope_scores_depend_on_the_distance_only() -> None:
 
 def test_rope_angles_are_fp32_whatever_the_activations() -> None:
     """At position 200,001 a bf16 angle would be wrong by hundreds of radians."""
-    cos, _ = rope_tables(torch.tensor([200_001]), 8, 1e6, torch.bfloat16)
-    assert cos.dtype == torch.bfloat16
-    assert cos[0, 0].item() == pytest.approx(math.cos(200_001.0), abs=0.01)
+    turned = rope_interleaved(torch.tensor([[1.0, 0.0]]).bfloat16(), rotations(torch.tensor([200_001]), 2, 1e6))
+    assert turned.dtype == torch.bfloat16
+    assert turned[0, 0].item() == pytest.approx(math.cos(200_001.0), abs=0.01)
 
 
 def test_swiglu() -> None:

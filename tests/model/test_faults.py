@@ -48,11 +48,11 @@ def test_copied_convention(golden: Golden) -> None:
 def test_fix_lost_on_one_path(golden: Golden) -> None:
     """2. The same fault again, on one path only: every path that makes index keys or queries is compared."""
 
-    def on_decode(original: Any, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        return (half_split if x.shape[1] == 1 else original)(x, cos, sin)
+    def on_decode(original: Any, x: Tensor, rotation: Tensor) -> Tensor:
+        return (half_split if x.shape[1] == 1 else original)(x, rotation)
 
-    def on_chunks(original: Any, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        return (half_split if 1 < x.shape[1] < K else original)(x, cos, sin)
+    def on_chunks(original: Any, x: Tensor, rotation: Tensor) -> Tensor:
+        return (half_split if 1 < x.shape[1] < K else original)(x, rotation)
 
     def in_mtp(original: Any, *args: Any, **options: Any) -> Tensor:
         with replaced(indexer_module, "rope_interleaved", half_split)():
@@ -71,13 +71,13 @@ def test_fix_lost_on_one_path(golden: Golden) -> None:
 def test_layout(golden: Golden) -> None:
     """3. The rotated part of an index head comes first; the main attention's comes last."""
 
-    def keys(self: Indexer, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    def keys(self: Indexer, x: Tensor, rope: Tensor, _projected: Any) -> Tensor:
         k = self.k_norm(self.wk(x))
-        return torch.cat((k[..., : -self.rotary], basic.rope_interleaved(k[..., -self.rotary :], cos, sin)), dim=-1)
+        return torch.cat((k[..., : -self.rotary], basic.rope_interleaved(k[..., -self.rotary :], rope)), dim=-1)
 
-    def queries(self: Indexer, x: Tensor, latent: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+    def queries(self: Indexer, x: Tensor, latent: Tensor, rope: Tensor, _projected: Any) -> tuple[Tensor, Tensor]:
         q = self.wq_b(latent).unflatten(-1, (self.heads, -1))
-        turned = basic.rope_interleaved(q[..., -self.rotary :], cos.unsqueeze(-2), sin.unsqueeze(-2))
+        turned = basic.rope_interleaved(q[..., -self.rotary :], rope.unsqueeze(-2))
         w = self.weights_proj(x).float() * (self.heads * self.width) ** -0.5
         return torch.cat((q[..., : -self.rotary], turned), dim=-1), w
 
@@ -92,8 +92,8 @@ def test_wrong_tap_of_the_query_latent(golden: Golden) -> None:
     homogeneous, and a norm only scales a row), so the fixture has gains, and scores are compared too."""
     owner = {m.indexer: m for m in golden.model.modules() if isinstance(m, MLA)}
 
-    def unnormalised(original: Any, self: Indexer, x: Tensor, _latent: Tensor, *rope: Tensor) -> Any:
-        return original(self, x, owner[self].q_a_proj(x), *rope)
+    def unnormalised(original: Any, self: Indexer, x: Tensor, _latent: Tensor, rope: Tensor, _projected: Any) -> Any:
+        return original(self, x, owner[self].q_a_proj(x), rope)
 
     fault = wrapped(Indexer, "queries", unnormalised)
     catches(lambda: checks.check_layers(golden), fault)

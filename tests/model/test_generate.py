@@ -204,7 +204,7 @@ def test_later_drafts_recycle_the_blocks_normed_output() -> None:
     after = [*ids.tolist()[1:], token]
     for draft in drafts[0].tolist():
         visible = Visibility.causal(1, len(after))
-        rope = model._rope(visible.last_BT, states.dtype)
+        rope = model._rope(visible.last_BT)
         output = model.mtp.predict(model.model.embed_tokens(torch.tensor([after])), states, rope, visible)[:, -1:]
         assert draft == int(model.lm_head(output).argmax())
         states, after = torch.cat((states, output), dim=1), [*after, draft]

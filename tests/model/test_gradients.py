@@ -100,7 +100,8 @@ def test_the_kl_is_that_of_the_models_own_attention(model: GLM5) -> None:
     block = model.blocks[0]
     attn, y = block.self_attn, block.input_layernorm(trace.hidden[0])
     visible = naive.Visibility.causal(1, TOKENS)
-    cos, sin = (t.unsqueeze(-2) for t in model._rope(visible.last_BT, torch.float32))
+    rotation = model._rope(visible.last_BT).unsqueeze(-2)
+    cos, sin = rotation.real, rotation.imag
     q = attn.q_b_proj(attn.q_a_layernorm(attn.q_a_proj(y))).unflatten(-1, (4, 32))
     rows = attn.kv_a_proj_with_mqa(y)
     k = attn.kv_b_proj(attn.kv_a_layernorm(rows[..., :28])).unflatten(-1, (4, 38))[..., :20]
@@ -115,8 +116,8 @@ def test_the_kl_is_that_of_the_models_own_attention(model: GLM5) -> None:
     target = naive.attention_probs(q, k, mask, 32**-0.5).mean(1)
     own = attn.indexer
     scores = naive.index_scores(
-        *own.queries(y, attn.q_a_layernorm(attn.q_a_proj(y)), *model._rope(visible.last_BT, torch.float32)),
-        own.keys(y, *model._rope(visible.last_BT, torch.float32)),
+        *own.queries(y, attn.q_a_layernorm(attn.q_a_proj(y)), model._rope(visible.last_BT)),
+        own.keys(y, model._rope(visible.last_BT)),
     )
     guess = scores.masked_fill(~mask, -torch.inf).log_softmax(-1).masked_fill(~mask, 0.0)
     exact = (torch.xlogy(target, target) - target * guess).sum()

@@ -19,7 +19,7 @@ from glm5.model.glm5 import GLM5
 from glm5.model.trace import Aux
 from support.tiny import tiny_model
 
-TILE = 100_000
+TILE = 16_384
 
 
 class Allocations(TorchDispatchMode):

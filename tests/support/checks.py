@@ -76,7 +76,7 @@ def same_routing(ours: Sequence[tuple[Tensor, ...]], theirs: Sequence[tuple[Tens
 def run_block(model: GLM5, layer: int, x_BTD: Tensor, trace: Trace, **options: Any) -> Tensor:
     """One block of the trunk on a given hidden state, causal; after the last one comes the final norm."""
     visible = Visibility.causal(*x_BTD.shape[:2])
-    out = model.blocks[layer](x_BTD, model._rope(visible.last_BT, x_BTD.dtype), visible, trace=trace, **options)
+    out = model.blocks[layer](x_BTD, model._rope(visible.last_BT), visible, trace=trace, **options)
     return model.model.norm(out) if layer + 1 == len(model.blocks) else out
 
 

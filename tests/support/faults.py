@@ -55,7 +55,8 @@ def catches(
     check()
 
 
-def half_split(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+def half_split(x: Tensor, rotation: Tensor) -> Tensor:
     """Rotary embedding that pairs element i with i + R / 2: right for the sister model's indexer, wrong here."""
     low, high = x.chunk(2, dim=-1)
+    cos, sin = rotation.real, rotation.imag
     return torch.cat((low * cos - high * sin, high * cos + low * sin), dim=-1)

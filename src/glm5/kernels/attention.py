@@ -43,7 +43,7 @@ def sparse_attention(
     The absorbed form (G = 1) gathers rows; the expanded form masks. Shapes as in `dense_attention`.
     """
     if k_BSGX.shape[2] == 1 and not (torch.is_grad_enabled() and (q_BTHX.requires_grad or k_BSGX.requires_grad)):
-        return _gathered(q_BTHX, k_BSGX[:, :, 0], v_BSGV[:, :, 0], selected_BTK, scale)
+        return _gathered(q_BTHX, k_BSGX[:, :, 0], v_BSGV[:, :, 0], selected_BTK, visible, scale)
     return _Attention.apply(q_BTHX, k_BSGX, v_BSGV, visible, selected_BTK, scale)
 
 
@@ -59,27 +59,44 @@ def _fused_causal(q_BTHX: Tensor, k_BSGX: Tensor, v_BSGV: Tensor, scale: float) 
     return out.transpose(1, 2)[..., :width_v]
 
 
-def _gathered(q_BTHX: Tensor, k_BSX: Tensor, v_BSV: Tensor, selected_BTK: Tensor, scale: float) -> Tensor:
-    """Absorbed form, no gradient: gather each query's rows and attend among them."""
+def _gathered(
+    q_BTHX: Tensor, k_BSX: Tensor, v_BSV: Tensor, selected_BTK: Tensor, visible: Visibility, scale: float
+) -> Tensor:
+    """Absorbed form, no gradient: gather each query's rows and attend among them, in tiles of queries."""
     batch, queries, heads, width = q_BTHX.shape
-    slots, value = k_BSX.shape[1], v_BSV.shape[-1]
-    shared = v_BSV.data_ptr() == k_BSX.data_ptr()  # values are the keys' first columns: gather once
-    out = torch.empty(batch, queries, heads, value, dtype=q_BTHX.dtype, device=q_BTHX.device)
     tile = max(1, TILE_ELEMENTS // max(1, batch * selected_BTK.shape[-1] * (width + heads)))
-    base_B11 = torch.arange(batch, device=q_BTHX.device)[:, None, None] * slots
+    if tile >= queries:
+        return _gathered_tile(q_BTHX, k_BSX, v_BSV, selected_BTK, visible, scale)
+    out = torch.empty(batch, queries, heads, v_BSV.shape[-1], dtype=q_BTHX.dtype, device=q_BTHX.device)
     for start in range(0, queries, tile):
-        stop = min(start + tile, queries)
-        picked = selected_BTK[:, start:stop]
-        flat = (picked.clamp(min=0) + base_B11).flatten()
-        rows = batch * (stop - start)
-        keys = k_BSX.reshape(-1, width).index_select(0, flat).view(rows, -1, width)
-        values = keys[..., :value] if shared else v_BSV.reshape(-1, value).index_select(0, flat).view(rows, -1, value)
-        logits = torch.bmm(q_BTHX[:, start:stop].reshape(rows, heads, width), keys.transpose(1, 2)).float() * scale
-        absent = (picked < 0).view(rows, 1, -1)
-        logits = logits.masked_fill_(absent, -torch.inf)
-        probs = logits.softmax(-1).nan_to_num_(0.0)  # a query with nothing selected gives zeros
-        out[:, start:stop] = torch.bmm(probs.to(values.dtype), values).view(batch, stop - start, heads, value)
+        part = slice(start, min(start + tile, queries))
+        seen = visible.tile(part.start, part.stop)
+        out[:, part] = _gathered_tile(q_BTHX[:, part], k_BSX, v_BSV, selected_BTK[:, part], seen, scale)
     return out
+
+
+def _gathered_tile(
+    q: Tensor, k_BSX: Tensor, v_BSV: Tensor, selected: Tensor, visible: Visibility, scale: float
+) -> Tensor:
+    batch, queries, heads, width = q.shape
+    rows, chosen, value = batch * queries, selected.shape[-1], v_BSV.shape[-1]
+    # Where the first query already sees as many slots as are chosen, no entry is -1.
+    full = visible.offset is not None and visible.offset + 1 >= chosen
+    index = selected if full else selected.clamp(min=0)
+    if batch > 1:
+        index = index + torch.arange(batch, device=q.device)[:, None, None] * k_BSX.shape[1]
+    index = index.flatten()
+    keys = k_BSX.reshape(-1, width).index_select(0, index).view(rows, chosen, width)
+    if v_BSV.data_ptr() == k_BSX.data_ptr():  # values are the keys' first columns: gathered already
+        values = keys[..., :value]
+    else:
+        values = v_BSV.reshape(-1, value).index_select(0, index).view(rows, chosen, value)
+    logits = torch.bmm(q.reshape(rows, heads, width), keys.transpose(1, 2)).to(accumulator(q.dtype)).mul_(scale)
+    if full:
+        probs = logits.softmax(-1)
+    else:  # a query with nothing selected gives zeros
+        probs = logits.masked_fill_((selected < 0).view(rows, 1, -1), -torch.inf).softmax(-1).nan_to_num_(0.0)
+    return torch.bmm(probs.to(values.dtype), values).view(batch, queries, heads, value)
 
 
 def accumulator(dtype: torch.dtype) -> torch.dtype:

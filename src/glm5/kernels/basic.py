@@ -22,7 +22,8 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 
 def _inverse_rms(x: Tensor, eps: float) -> Tensor:
     """1 / sqrt(mean(x ** 2) + eps) over the last axis, kept, in fp32 (float64 for float64)."""
-    norm = torch.linalg.vector_norm(x, dim=-1, keepdim=True, dtype=torch.promote_types(x.dtype, torch.float32))
+    wide = x.dtype if x.dtype in (torch.float32, torch.float64) else torch.float32
+    norm = torch.linalg.vector_norm(x, dim=-1, keepdim=True, dtype=wide)
     return norm.square_().div_(x.shape[-1]).add_(eps).rsqrt_()
 
 
@@ -54,27 +55,66 @@ def layer_norm(x: Tensor, weight: Tensor, bias: Tensor, eps: float = 1e-6) -> Te
     return F.layer_norm(x.float(), (x.shape[-1],), weight.float(), bias.float(), eps).to(x.dtype)
 
 
-def rope_tables(positions: Tensor, dim: int, theta: float, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """cos and sin, each positions.shape + [dim / 2]; angles in fp32, cast to `dtype` at the end."""
+def rotations(positions: Tensor, dim: int, theta: float) -> Tensor:
+    """RoPE's rotations e^(i angle) as complex64, positions.shape + [dim / 2]; angles are computed in fp32."""
     exponent = torch.arange(0, dim, 2, dtype=torch.float32, device=positions.device) / dim
     angle = positions[..., None].float() * (1.0 / theta**exponent)
-    return angle.cos().to(dtype), angle.sin().to(dtype)
+    return torch.polar(torch.ones_like(angle), angle)
 
 
-def rope_interleaved(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+def rope_interleaved(x: Tensor, rotation: Tensor) -> Tensor:
     """Rotate the pairs (0, 1), (2, 3), … of the last axis.
 
     Args:
-        x: [..., R]; cos, sin: broadcastable to [..., R / 2] (for heads, unsqueeze the head axis first).
+        x: [..., R]. rotation: of `rotations`, broadcastable to [..., R / 2] (for heads, unsqueeze their axis first);
+            cos and sin are rounded to x's dtype first, as in the public implementation.
     """
     pairs = x.unflatten(-1, (-1, 2))
     if x.dtype == torch.float32:  # one complex product: the same four products, in one pass
-        rotated = torch.view_as_complex(pairs.contiguous()) * torch.complex(cos, sin)
-        return torch.view_as_real(rotated).flatten(-2)
+        return torch.view_as_real(_as_complex(pairs) * rotation).flatten(-2)
     even, odd = pairs.unbind(-1)
+    cos, sin = rotation.real.to(x.dtype), rotation.imag.to(x.dtype)
     return torch.stack((even * cos - odd * sin, odd * cos + even * sin), dim=-1).flatten(-2)
+
+
+def _as_complex(pairs: Tensor) -> Tensor:
+    """View [..., 2] as complex, copying only where an odd stride or offset forbids the view."""
+    aligned = pairs.storage_offset() % 2 == 0 and all(stride % 2 == 0 for stride in pairs.stride()[:-1])
+    return torch.view_as_complex(pairs if aligned and pairs.stride(-1) == 1 else pairs.contiguous())
 
 
 def swiglu(gate: Tensor, up: Tensor) -> Tensor:
     """silu(gate) * up."""
     return F.silu(gate) * up
+
+
+# Tokens up to which small products are joined; beyond, a wider result only takes memory.
+JOIN_UP_TO = 16
+
+
+class Joined:
+    """Matrices that multiply the same input, as one, kept until one of them changes. For inference.
+
+    A decode step is a row of small products: one call for four of them saves three launches, and costs a copy of
+    the matrices. A change is noticed by torch's in-place counters (so not when made through `.data`).
+    """
+
+    def __init__(self) -> None:
+        self._sources: tuple[Tensor, ...] = ()  # held, so that their memory cannot come back as another's
+        self._versions: tuple[int, ...] = ()
+        self._matrix: Tensor | None = None
+
+    @staticmethod
+    def pays(x_BTD: Tensor) -> bool:
+        """Whether launches outweigh the products: few tokens, and no gradients to separate."""
+        return x_BTD[..., 0].numel() <= JOIN_UP_TO and not torch.is_grad_enabled()
+
+    def of(self, *weights: Tensor) -> Tensor:
+        """The weights [out_i, in], stacked: [sum of out_i, in]."""
+        versions = tuple(w._version for w in weights)
+        moved = [w.data_ptr() for w in weights] != [w.data_ptr() for w in self._sources]
+        if self._matrix is None or moved or versions != self._versions:
+            with torch.inference_mode(False), torch.no_grad():
+                self._sources, self._versions = tuple(w.detach() for w in weights), versions
+                self._matrix = torch.cat(self._sources)
+        return self._matrix

@@ -42,6 +42,8 @@ def index_select(q_BTJI: Tensor, w_BTJ: Tensor, k_BSI: Tensor, visible: Visibili
     batch, queries, heads, _ = q_BTJI.shape
     width = min(k, visible.slots)
     tile = max(1, TILE_ELEMENTS // max(1, batch * (heads + 2) * visible.slots))
+    if tile >= queries:
+        return stable_topk(index_scores(q_BTJI, w_BTJ, k_BSI, visible).flatten(0, 1), k).view(batch, queries, width)
     out = torch.empty(batch, queries, width, dtype=torch.int32, device=q_BTJI.device)
     for start in range(0, queries, tile):
         stop = min(start + tile, queries)

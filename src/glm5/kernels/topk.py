@@ -9,7 +9,6 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-
 # Up to this many rows (decode), sorting k + 1 entries costs less than the passes over whole rows.
 FEW_ROWS = 16
 

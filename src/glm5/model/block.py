@@ -27,7 +27,7 @@ class Block(nn.Module):
     def forward(
         self,
         x_BTD: Tensor,
-        rope: tuple[Tensor, Tensor],
+        rope: Tensor,
         visible: Visibility,
         *,
         sparse: bool = True,

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from glm5.kernels.basic import rope_tables
+from glm5.kernels.basic import rotations
 from glm5.kernels.visibility import Visibility
 from glm5.model.block import Block
 from glm5.model.cache import Cache
@@ -163,7 +163,7 @@ class GLM5(nn.Module):
         x = self.model.embed_tokens(input_ids)
         if trace is not None:
             trace.hidden.append(x)
-        rope = self._rope(place.position_BT, x.dtype)
+        rope = self._rope(place.position_BT)
         for i, block in enumerate(self.blocks):
             x = block(x, rope, place.visible, sparse=sparse, cache=cache, slot_BT=place.slot_BT, trace=trace, aux=aux)
             if trace is not None and i + 1 < len(self.blocks):
@@ -213,7 +213,7 @@ class GLM5(nn.Module):
             hidden_BTD = self.mtp.predict(
                 embedded[:, depth : depth + n],
                 hidden_BTD[:, :n],
-                self._rope((visible.last_BT - visible.first_BT).clamp(min=0), hidden_BTD.dtype),
+                self._rope((visible.last_BT - visible.first_BT).clamp(min=0)),
                 visible,
                 sparse=sparse,
                 trace=trace,
@@ -238,7 +238,7 @@ class GLM5(nn.Module):
         slot_BT = visible.last_BT if first > 0 else None
         if first > 0:
             visible = Visibility(torch.full_like(visible.last_BT, first), visible.last_BT, visible.slots)
-        rope = self._rope(visible.last_BT, hidden_BTD.dtype)
+        rope = self._rope(visible.last_BT)
         embedded = self.model.embed_tokens(next_ids)
         return self.mtp.predict(embedded, hidden_BTD, rope, visible, sparse=sparse, cache=cache, slot_BT=slot_BT)
 
@@ -249,8 +249,8 @@ class GLM5(nn.Module):
         return generate(self, input_ids, **options)
 
     # ------------------------------------------------------------------ where tokens go
-    def _rope(self, position_BT: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        return rope_tables(position_BT, self.config.qk_rope_head_dim, self.config.rope_theta, dtype)
+    def _rope(self, position_BT: Tensor) -> Tensor:
+        return rotations(position_BT, self.config.qk_rope_head_dim, self.config.rope_theta)
 
     def _check_ids(self, ids: Tensor) -> None:
         if ids.ndim != 2 or ids.shape[1] == 0 or ids.is_floating_point():

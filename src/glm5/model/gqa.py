@@ -38,7 +38,7 @@ class GQA(nn.Module):
     def forward(
         self,
         x_BTD: Tensor,
-        rope: tuple[Tensor, Tensor],
+        rope: Tensor,
         visible: Visibility,
         *,
         sparse: bool = True,
@@ -48,9 +48,9 @@ class GQA(nn.Module):
         aux: Aux | None = None,
     ) -> Tensor:
         """As `MLA.forward`; without an indexer there is no sparse form, and `aux` gathers logit maxima only."""
-        cos, sin = (t.unsqueeze(-2) for t in rope)
-        q = self._rotate(self.q_proj(x_BTD).unflatten(-1, (self.heads, -1)), cos, sin)
-        k = self._rotate(self.k_proj(x_BTD).unflatten(-1, (self.groups, -1)), cos, sin)
+        rope = rope.unsqueeze(-2)
+        q = self._rotate(self.q_proj(x_BTD).unflatten(-1, (self.heads, -1)), rope)
+        k = self._rotate(self.k_proj(x_BTD).unflatten(-1, (self.groups, -1)), rope)
         v = self.v_proj(x_BTD)
         if cache is not None:
             keys, v = cache.write(self.layer, slot_BT, visible.offset, k.flatten(-2), v)
@@ -61,5 +61,5 @@ class GQA(nn.Module):
         out = dense_attention(q, k, v.unflatten(-1, (self.groups, -1)), visible, self.width**-0.5)
         return self.o_proj(out.flatten(-2))
 
-    def _rotate(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        return torch.cat((x[..., : -self.rotary], rope_interleaved(x[..., -self.rotary :], cos, sin)), dim=-1)
+    def _rotate(self, x: Tensor, rope: Tensor) -> Tensor:
+        return torch.cat((x[..., : -self.rotary], rope_interleaved(x[..., -self.rotary :], rope)), dim=-1)

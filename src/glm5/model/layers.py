@@ -6,6 +6,7 @@ Read next: `indexer`, `mla`.
 from __future__ import annotations
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from glm5.kernels import basic
@@ -58,6 +59,10 @@ class SwiGLU(nn.Module):
         self.gate_proj = Linear(width, inner, bias=False)
         self.up_proj = Linear(width, inner, bias=False)
         self.down_proj = Linear(inner, width, bias=False)
+        self._joined = basic.Joined()
 
     def forward(self, x: Tensor) -> Tensor:
+        if basic.Joined.pays(x):
+            both = F.linear(x, self._joined.of(self.gate_proj.weight, self.up_proj.weight))
+            return self.down_proj(basic.swiglu(*both.chunk(2, dim=-1)))
         return self.down_proj(basic.swiglu(self.gate_proj(x), self.up_proj(x)))

@@ -9,10 +9,11 @@ section 2.1. Read next: `cache`, `moe`.
 from __future__ import annotations
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from glm5.kernels.attention import attention_logit_max, dense_attention, sparse_attention
-from glm5.kernels.basic import rope_interleaved
+from glm5.kernels.basic import Joined, rope_interleaved
 from glm5.kernels.indexer import index_scores, index_select
 from glm5.kernels.indexer_loss import indexer_loss
 from glm5.kernels.visibility import Visibility
@@ -46,11 +47,12 @@ class MLA(nn.Module):
         self.kv_b_proj = Linear(config.kv_lora_rank, self.heads * (self.nope + self.value), bias=False)
         self.o_proj = Linear(self.heads * self.value, config.hidden_size, bias=bias)
         self.indexer = Indexer(config)
+        self._down, self._up = Joined(), Joined()
 
     def forward(
         self,
         x_BTD: Tensor,
-        rope: tuple[Tensor, Tensor],
+        rope: Tensor,
         visible: Visibility,
         *,
         sparse: bool = True,
@@ -62,27 +64,25 @@ class MLA(nn.Module):
         """Attend and project back to [B, T, D].
 
         Args:
-            rope: cos and sin [B, T, R / 2]. visible: each query's key slots, in cache slots where there is a cache.
+            rope: rotations [B, T, R / 2]. visible: each query's key slots, in cache slots where there is a cache.
             sparse: restrict to the indexer's top-k; False attends to everything visible (before DSA adaptation).
             slot_BT: where new tokens go in the cache, when they don't follow `visible.offset` in every row.
         """
-        cos, sin = rope
-        q_latent = self.q_a_layernorm(self.q_a_proj(x_BTD))
-        q = self.q_b_proj(q_latent).unflatten(-1, (self.heads, -1))
-        q_nope, q_rope = q.split((self.nope, self.rotary), dim=-1)
-        q_rope = rope_interleaved(q_rope, cos.unsqueeze(-2), sin.unsqueeze(-2))
-        latent, k_rope = self.kv_a_proj_with_mqa(x_BTD).split((self.latent, self.rotary), dim=-1)
-        rows = torch.cat((self.kv_a_layernorm(latent), rope_interleaved(k_rope, cos, sin)), dim=-1)
+        q_latent, q, kv, index_k, index_q_w = self._project(x_BTD)
+        q_nope, q_rope = q.unflatten(-1, (self.heads, -1)).split((self.nope, self.rotary), dim=-1)
+        q_rope = rope_interleaved(q_rope, rope.unsqueeze(-2))
+        latent, k_rope = kv.split((self.latent, self.rotary), dim=-1)
+        rows = torch.cat((self.kv_a_layernorm(latent), rope_interleaved(k_rope, rope)), dim=-1)
 
         indexed = sparse or cache is not None or trace is not None or (aux is not None and aux.indexer)
-        index_keys = self.indexer.keys(x_BTD, cos, sin) if indexed else rows
+        index_keys = self.indexer.keys(x_BTD, rope, index_k) if indexed else rows
         if cache is not None:
             rows, index_keys = cache.write(self.layer, slot_BT, visible.offset, rows, index_keys)
         rows = rows[:, : visible.slots]
 
         selected, index_q = None, None
         if (sparse and (visible.slots > self.indexer.topk or trace is not None)) or (aux is not None and aux.indexer):
-            index_q = self.indexer.queries(x_BTD, q_latent, cos, sin)
+            index_q = self.indexer.queries(x_BTD, q_latent, rope, index_q_w)
             if sparse:
                 selected = self._select(index_q, index_keys, visible, trace)
 
@@ -104,6 +104,19 @@ class MLA(nn.Module):
                     indexer_loss(*index_q, index_keys, q_full, keys, visible, selected, self.scale, self.indexer.topk)
                 )
         return self.o_proj(out.flatten(-2))
+
+    def _project(self, x_BTD: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor | None, tuple[Tensor, Tensor] | None]:
+        """Query latent, query, key-value row; and in decode the indexer's products, from the same calls."""
+        if not Joined.pays(x_BTD) or self.q_a_proj.bias is not None:
+            q_latent = self.q_a_layernorm(self.q_a_proj(x_BTD))
+            return q_latent, self.q_b_proj(q_latent), self.kv_a_proj_with_mqa(x_BTD), None, None
+        own, index = (self.q_a_proj, self.kv_a_proj_with_mqa), (self.indexer.wk, self.indexer.weights_proj)
+        down = F.linear(x_BTD, self._down.of(*(p.weight for p in (*own, *index))))
+        q_a, kv, index_k, index_w = down.split([p.out_features for p in (*own, *index)], dim=-1)
+        q_latent = self.q_a_layernorm(q_a)
+        up = F.linear(q_latent, self._up.of(self.q_b_proj.weight, self.indexer.wq_b.weight))
+        q, index_q = up.split((self.q_b_proj.out_features, self.indexer.wq_b.out_features), dim=-1)
+        return q_latent, q, kv, index_k, (index_q, index_w)
 
     def _select(
         self, index_q: tuple[Tensor, Tensor], index_keys: Tensor, visible: Visibility, trace: Trace | None

@@ -42,7 +42,7 @@ class MTPBlock(Block):
         self,
         embedded_BTD: Tensor,
         hidden_BTD: Tensor,
-        rope: tuple[Tensor, Tensor],
+        rope: Tensor,
         visible: Visibility,
         **options: Any,
     ) -> Tensor:
