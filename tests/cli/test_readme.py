@@ -1,7 +1,7 @@
 """The commands and programs in README and docs are run, in their order, as a reader would run them.
 
-Every fenced block names its language. `bash` and `python` blocks are run, each document's in one directory that sees
-the repository but keeps what is written; blocks of other languages are text. A block that cannot be run here carries
+Every fenced block names its language. `bash` and `python` blocks are run, and the `$ ` lines of `console` blocks, each
+document's in one directory that sees the repository but keeps what is written. Other blocks are text. A block that cannot be run here carries
 `<!-- not run: reason -->` on the line before it, and the test run lists it. Long commands have quick equivalents below.
 """
 
@@ -19,7 +19,7 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
 DOCUMENTS = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
-RUN = ("bash", "python")
+RUN = ("bash", "console", "python")
 TEXT = ("text", "json", "jsonl", "toml", "yaml", "html", "diff", "mermaid", "math")
 # What takes minutes, or would run this very test again, and what is run in its place.
 EQUIVALENTS = {
@@ -70,9 +70,12 @@ def blocks(markdown: str, name: str) -> list[Block]:
 
 
 def script(block: Block) -> str:
-    """The commands of a bash block, each long one replaced by its quick equivalent."""
+    """The commands of a bash or console block, each long one replaced by its quick equivalent."""
     lines = []
-    for line in block.text.splitlines():
+    text = block.text.splitlines()
+    if block.language == "console":
+        text = [line.removeprefix("$ ") for line in text if line.startswith("$ ")]
+    for line in text:
         command = line.split(" #")[0].strip()
         if command.startswith("make ") and command not in EQUIVALENTS:
             raise ValueError(f"{block.where}: no quick equivalent of {command!r}: add one to {Path(__file__).name}")
@@ -93,7 +96,7 @@ def working_directory(parent: Path) -> Path:
 def execute(block: Block, directory: Path) -> None:
     """Run one block; fails with its place and the end of its output."""
     environment = {**os.environ, "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"}
-    if block.language == "bash":
+    if block.language != "python":
         command, text = ["bash", "-euo", "pipefail"], script(block)
     else:
         command, text = [sys.executable], block.text
@@ -175,6 +178,9 @@ def test_blocks_are_found_with_place_language_and_marker() -> None:
 
 def test_long_commands_are_replaced_and_unknown_ones_refused() -> None:
     assert script(blocks(EXAMPLE, "x.md")[0]) == "glm5 demo --quick --no-chat\necho hello\n"
+    assert script(Block("x.md:1", "console", "$ make demo\nwhat it prints\n$ ls\n")) == (
+        "glm5 demo --quick --no-chat\nls\n"
+    )
     with pytest.raises(ValueError, match=r"x\.md:3: no quick equivalent of 'make world'"):
         script(Block("x.md:3", "bash", "make world\n"))
 
@@ -188,7 +194,13 @@ def test_blocks_are_run_and_share_a_directory(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("language", "text"),
-    [("bash", "false\ntrue\n"), ("bash", "false | true\n"), ("python", "1 / 0\n"), ("bash", "read x\n")],
+    [
+        ("bash", "false\ntrue\n"),
+        ("bash", "false | true\n"),
+        ("python", "1 / 0\n"),
+        ("bash", "read x\n"),
+        ("console", "$ false\n"),
+    ],
 )
 def test_a_failing_block_fails_by_its_place(tmp_path: Path, language: str, text: str) -> None:
     with pytest.raises(pytest.fail.Exception, match=r"x\.md:9 ended with status 1"):
