@@ -1,8 +1,9 @@
 """The commands and programs in README and docs are run, in their order, as a reader would run them.
 
 Every fenced block names its language. `bash` and `python` blocks are run, and the `$ ` lines of `console` blocks, each
-document's in one directory that sees the repository but keeps what is written. Other blocks are text. A block that cannot be run here carries
-`<!-- not run: reason -->` on the line before it, and the test run lists it. Long commands have quick equivalents below.
+document's in one directory that sees the repository but keeps what is written. Other blocks are text. A block that
+cannot be run here carries `<!-- not run: reason -->` on the line before it, and the test run lists it. Long commands
+have quick equivalents below.
 """
 
 from __future__ import annotations
