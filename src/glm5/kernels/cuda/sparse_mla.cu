@@ -202,21 +202,17 @@ __global__ void __launch_bounds__(512, 1) sparse_mla_kernel(const __grid_constan
             low = at < params.keys ? __ldg(selected + at) : -1;
             high = lane < kKeys - 32 && at + 32 < params.keys ? __ldg(selected + at + 32) : -1;
         };
-        // Indices are requested three steps ahead of their use.
-        int low[3] = {-1, -1, -1}, high[3] = {-1, -1, -1};
-        const __nv_bfloat16* kv[3];
-        bool more[3];
-#pragma unroll
-        for (int i = 0; i < 3; ++i) advance(low[i], high[i]), kv[i] = next.kv, more[i] = next.item < params.queries;
-        for (; more[0]; ++it) {
-            const uint32_t valid_low = __ballot_sync(~0u, low[0] >= 0), valid_high = __ballot_sync(~0u, high[0] >= 0);
+        auto copy = [&](int low, int high, const __nv_bfloat16* kv) {
+            const uint32_t valid_low = __ballot_sync(~0u, low >= 0), valid_high = __ballot_sync(~0u, high >= 0);
             const uint32_t s = it % kStages, dst = smem_address(shared.stage[s]) + offset;
+            int index[kKeys / 16];
+#pragma unroll
+            for (int i = 0; i < kKeys / 16; ++i) index[i] = __shfl_sync(~0u, i < 2 ? low : high, row + i % 2 * 16);
             barrier_wait(smem_address(&shared.empty[s]), (it / kStages & 1) ^ 1);
 #pragma unroll
             for (int i = 0; i < kKeys / 16; ++i) {
-                const int index = __shfl_sync(~0u, i < 2 ? low[0] : high[0], row + i % 2 * 16);
-                const __nv_bfloat16* from = kv[0] + static_cast<int64_t>(max(index, 0)) * params.kv_stride;
-                const uint32_t bytes = index < 0 ? 0 : 16;
+                const __nv_bfloat16* from = kv + static_cast<int64_t>(max(index[i], 0)) * params.kv_stride;
+                const uint32_t bytes = index[i] < 0 ? 0 : 16;
 #pragma unroll
                 for (int c = 0; c < kChunks; ++c) copy16(dst + c * kChunkBytes + i * 2048, from + c * 64, bytes);
             }
@@ -226,9 +222,25 @@ __global__ void __launch_bounds__(512, 1) sparse_mla_kernel(const __grid_constan
                 barrier_arrive(full);
             }
             barrier_arrive_after_copies(full);
+            ++it;
+        };
+        // Indices are requested three steps ahead of their use, into registers that nothing moves: a move would wait
+        // for the load.
+        int low[3], high[3];
+        const __nv_bfloat16* kv[3];
+        bool more[3];
+        auto request = [&](int i) { advance(low[i], high[i]), kv[i] = next.kv, more[i] = next.item < params.queries; };
 #pragma unroll
-            for (int i = 0; i < 2; ++i) low[i] = low[i + 1], high[i] = high[i + 1], kv[i] = kv[i + 1], more[i] = more[i + 1];
-            if (more[1]) advance(low[2], high[2]), kv[2] = next.kv, more[2] = next.item < params.queries;
+        for (int i = 0; i < 3; ++i) request(i);
+        while (more[0]) {
+            copy(low[0], high[0], kv[0]);
+            request(0);
+            if (!more[1]) break;
+            copy(low[1], high[1], kv[1]);
+            request(1);
+            if (!more[2]) break;
+            copy(low[2], high[2], kv[2]);
+            request(2);
         }
         asm volatile("cp.async.wait_all;" ::: "memory");
         if (kSplits > 1) {

@@ -30,8 +30,7 @@ struct Params {
 };
 
 struct Shared {
-    uint32_t key[kListMax];
-    int position[kListMax];
+    uint32_t key[2 * kListMax];  // the list's keys, then its positions: one pointer reaches both
     uint32_t histogram[kBins];
     int warp_a[32], warp_b[32];
     uint32_t low, high;
@@ -185,7 +184,7 @@ __device__ void select_slowly(const float* row, int first, int last, int k, int 
 }
 
 template <int kCluster, int kThreads, bool kAligned>
-__global__ void __launch_bounds__(kThreads, kCluster == 1 ? 4 : 1) stable_topk_kernel(const Params params) {
+__global__ void __launch_bounds__(kThreads, kCluster == 1 ? 3 : 1) stable_topk_kernel(const Params params) {
     extern __shared__ __align__(16) uint8_t raw[];
     Shared& shared = *reinterpret_cast<Shared*>(raw);
     const int n = blockIdx.x / kCluster, lane = threadIdx.x % 32;
@@ -244,35 +243,38 @@ __global__ void __launch_bounds__(kThreads, kCluster == 1 ? 4 : 1) stable_topk_k
     for (int v = from; v < to; v += kBatch * kThreads) {
         if (!kAhead) fetch(now, v);
         if (kAhead && v + kBatch * kThreads < to) fetch(later, v + kBatch * kThreads);
-        uint32_t hits = 0;
+        int mine = 0;
 #pragma unroll
         for (int i = 0; i < kBatch; ++i)
-            hits |= (now[i].x >= floor) << 4 * i | (now[i].y >= floor) << (4 * i + 1) | (now[i].z >= floor) << (4 * i + 2) |
-                    (now[i].w >= floor) << (4 * i + 3);
-        int mine = __popc(hits), upto = mine;
+            mine += (now[i].x >= floor) + (now[i].y >= floor) + (now[i].z >= floor) + (now[i].w >= floor);
+        int upto = mine;
 #pragma unroll
         for (int d = 1; d < 32; d *= 2) {
             const int u = __shfl_up_sync(~0u, upto, d);
             if (lane >= d) upto += u;
         }
-        int base = 0;
-        if (lane == 31 && upto > 0) base = atomicAdd(&shared.count, upto);
-        int at = __shfl_sync(~0u, base, 31) + upto - mine;
-#pragma unroll
-        for (int i = 0; i < kBatch; ++i) {
-            const float x[4] = {now[i].x, now[i].y, now[i].z, now[i].w};
-#pragma unroll
-            for (int j = 0; j < 4; ++j) {
-                if (hits >> (4 * i + j) & 1) {
-                    if (at < kListMax) {
-                        shared.key[at] = to_key(x[j]);
-                        shared.position[at] = 4 * (v + i * kThreads + static_cast<int>(threadIdx.x)) + j;
-                    }
+        int end = 0;  // of this warp's piece of the list
+        if (lane == 31 && upto > 0) end = atomicAdd(&shared.count, upto) + upto;
+        end = __shfl_sync(~0u, end, 31);
+        if (end > 0 && end <= kListMax) {  // a list that overflows is not used
+            const int total = __shfl_sync(~0u, upto, 31), position = 4 * (v + static_cast<int>(threadIdx.x));
+            uint32_t* at = shared.key + end - total + upto - mine;
+            auto append = [&](float x, int where) {
+                if (x >= floor) {
+                    at[0] = to_key(x);
+                    at[kListMax] = where;
                     ++at;
                 }
+            };
+#pragma unroll
+            for (int i = 0; i < kBatch; ++i) {
+                append(now[i].x, position + 4 * i * kThreads), append(now[i].y, position + 4 * i * kThreads + 1);
+                append(now[i].z, position + 4 * i * kThreads + 2), append(now[i].w, position + 4 * i * kThreads + 3);
             }
-            if (kAhead) now[i] = later[i];
         }
+#pragma unroll
+        for (int i = 0; i < kBatch; ++i)
+            if (kAhead) now[i] = later[i];
     }
     __syncthreads();
     if (kCluster > 1) {
@@ -284,7 +286,7 @@ __global__ void __launch_bounds__(kThreads, kCluster == 1 ? 4 : 1) stable_topk_k
             __syncthreads();
             const int offset = shared.bin;
             for (int i = threadIdx.x; i < min(size, kListMax) && offset + i < kListMax; i += kThreads)
-                lead.key[offset + i] = shared.key[i], lead.position[offset + i] = shared.position[i];
+                lead.key[offset + i] = shared.key[i], lead.key[kListMax + offset + i] = shared.key[kListMax + i];
         }
         hopper::cluster_arrive();
         hopper::cluster_wait();
@@ -305,7 +307,7 @@ __global__ void __launch_bounds__(kThreads, kCluster == 1 ? 4 : 1) stable_topk_k
         if (size > k) threshold = select<kThreads>(size, k, 0, shared);  // step 3
         __syncthreads();
         for (int i = threadIdx.x; i < size; i += kThreads) {  // step 4
-            const uint32_t key = shared.key[i], at = shared.position[i] - origin;
+            const uint32_t key = shared.key[i], at = shared.key[kListMax + i] - origin;
             if (key >= threshold.key) atomicOr((key > threshold.key ? won : tied) + at / 32, 1u << at % 32);
         }
         __syncthreads();
