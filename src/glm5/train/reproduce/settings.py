@@ -109,7 +109,7 @@ def _nano(table: Table) -> Settings:
         return replace(base, steps=350, prompts=16, new_tokens=64)
     # Top-k a thirty-second of the context, near the report's 2,048 of 128K.
     model = nano(index_topk=32)
-    return replace(base, model=model, seq_len=1024, steps=260, held_out_rows=64, warmup_steps=50, adapt_steps=60)
+    return replace(base, model=model, seq_len=1024, steps=320, held_out_rows=64, warmup_steps=50, adapt_steps=60)
 
 
 def _mini(table: Table) -> Settings:
