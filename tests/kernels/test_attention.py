@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from glm5.kernels import attention
+from glm5.kernels import attention, tiling
 from glm5.kernels.attention import dense_attention, sparse_attention
 from glm5.kernels.indexer import index_select
 from glm5.kernels.visibility import Visibility
@@ -21,7 +21,7 @@ SCALE = 0.3
 @pytest.fixture(params=["flash", "plain"])
 def path(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """Both tile functions, in tiles of a few queries: the CPU's blocked one, and the one of plain products."""
-    monkeypatch.setattr(attention, "TILE_ELEMENTS", 600)
+    monkeypatch.setattr(tiling, "TILE_ELEMENTS", 600)
     if request.param == "plain":
         monkeypatch.setattr(attention, "_flash_tile", attention._plain_tile)
         monkeypatch.setattr(attention, "_flash_tile_backward", attention._plain_tile_backward)
@@ -236,7 +236,7 @@ def test_tile_size_changes_nothing_but_rounding(groups: int, monkeypatch: pytest
     c = case("ragged", groups, grad=True)
     whole = dense_attention(c.q, c.k, c.v, c.visible, SCALE)
     whole_grads = grads(whole, c)
-    monkeypatch.setattr(attention, "TILE_ELEMENTS", 1)  # one query at a time
+    monkeypatch.setattr(tiling, "TILE_ELEMENTS", 1)  # one query at a time
     tiled = dense_attention(c.q, c.k, c.v, c.visible, SCALE)
     torch.testing.assert_close(tiled, whole, rtol=1e-5, atol=1e-6)
     for a, b in zip(grads(tiled, c), whole_grads, strict=True):

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from glm5.kernels import indexer
+from glm5.kernels import tiling
 from glm5.kernels.indexer import index_scores, index_select
 from glm5.kernels.visibility import Visibility
 from support import naive
@@ -62,7 +62,7 @@ def test_scores(name: str) -> None:
 @pytest.mark.parametrize("name", VISIBILITIES)
 def test_selection(name: str, k: int, tile: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """The same positions for every tile size, short of k, at k and past it."""
-    monkeypatch.setattr(indexer, "TILE_ELEMENTS", tile)
+    monkeypatch.setattr(tiling, "TILE_ELEMENTS", tile)
     visible, slots = VISIBILITIES[name]
     q, w, keys = inputs(2, visible.first_BT.shape[1], slots + 5)
     out = index_select(q, w, keys, visible, k)

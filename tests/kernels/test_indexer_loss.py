@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from glm5.kernels import indexer_loss as module
+from glm5.kernels import tiling
 from glm5.kernels.indexer import index_select
 from glm5.kernels.indexer_loss import indexer_loss
 from glm5.kernels.visibility import Visibility
@@ -68,7 +69,7 @@ def exact_kl(c: Case, mask: Tensor) -> Tensor:
 @pytest.mark.parametrize("sparse", [False, True], ids=["interval", "selected set"])
 @pytest.mark.parametrize("name", ["causal", "documents", "padded"])
 def test_value_and_gradients(name: str, sparse: bool, tile: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "TILE_ELEMENTS", tile)
+    monkeypatch.setattr(tiling, "TILE_ELEMENTS", tile)
     c = case(name)
     selected = c.select() if sparse else None
     mask = naive.interval_mask(c.visible, 20) if selected is None else naive.selection_mask(selected, 20)

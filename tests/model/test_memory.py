@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from glm5.kernels import attention, indexer, indexer_loss
+from glm5.kernels import tiling
 from glm5.model.glm5 import GLM5
 from glm5.model.trace import Aux
 from support.tiny import tiny_model
@@ -98,9 +98,8 @@ def test_twice_the_length_takes_twice_the_memory(
 ) -> None:
     """The largest tensor and all that is alive grow like the length. One tensor of length x length, which would be the
     largest by far, would make either ratio 4."""
-    for module in (attention, indexer, indexer_loss):
-        # Small beside what these lengths need, so that the tiles' constant share doesn't hide the growth.
-        monkeypatch.setattr(module, "TILE_ELEMENTS", TILE)
+    # Small beside what these lengths need, so that the tiles' constant share doesn't hide the growth.
+    monkeypatch.setattr(tiling, "TILE_ELEMENTS", TILE)
     model = tiny_model(0, max_position_embeddings=4096)
     ids = torch.randint(6, 320, (1, 1024), generator=torch.Generator().manual_seed(0))
     run(model, ids[:, :64])  # whatever is made once
@@ -116,8 +115,7 @@ def test_twice_the_length_takes_twice_the_memory(
 
 def test_the_count_sees_a_square_tensor(monkeypatch: pytest.MonkeyPatch) -> None:
     """With tiles as large as the input, the same count finds the square, so it can find one."""
-    for module in (attention, indexer):
-        monkeypatch.setattr(module, "TILE_ELEMENTS", 2**40)
+    monkeypatch.setattr(tiling, "TILE_ELEMENTS", 2**40)
     model = tiny_model(0, max_position_embeddings=4096)
     ids = torch.randint(6, 320, (1, 1024), generator=torch.Generator().manual_seed(0))
     with Allocations() as seen:

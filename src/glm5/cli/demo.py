@@ -42,7 +42,7 @@ class Recipe:
     held_out_rows: int | None = None
     pretrain: TrainConfig = field(
         default_factory=lambda: TrainConfig(
-            steps=660,
+            steps=440,
             batch=BatchWarmup(4, 8, 640, multiple=4),
             micro_batch=8,
             lr=LearningRate(peak=0.02, final=0.001, warmup_steps=20),

@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from glm5.kernels.indexer import TILE_ELEMENTS
+from glm5.kernels.tiling import tile_of
 from glm5.kernels.topk import positions_to_mask
 from glm5.kernels.visibility import Visibility
 
@@ -64,7 +64,7 @@ def _gathered(
 ) -> Tensor:
     """Absorbed form, no gradient: gather each query's rows and attend among them, in tiles of queries."""
     batch, queries, heads, width = q_BTHX.shape
-    tile = max(1, TILE_ELEMENTS // max(1, batch * selected_BTK.shape[-1] * (width + heads)))
+    tile = tile_of(batch * selected_BTK.shape[-1] * (width + heads), q_BTHX.device)
     if tile >= queries:
         return _gathered_tile(q_BTHX, k_BSX, v_BSV, selected_BTK, visible, scale)
     out = torch.empty(batch, queries, heads, v_BSV.shape[-1], dtype=q_BTHX.dtype, device=q_BTHX.device)
@@ -131,7 +131,7 @@ def attention_logit_max(
     """
     batch, queries, heads, _ = q_BTHX.shape
     largest_H = torch.full((heads,), -torch.inf, dtype=accumulator(q_BTHX.dtype), device=q_BTHX.device)
-    tile = max(1, TILE_ELEMENTS // max(1, batch * heads * visible.slots))
+    tile = tile_of(batch * heads * visible.slots, q_BTHX.device)
     for start in range(0, queries, tile):
         stop = min(start + tile, queries)
         seen = visible.tile(start, stop)
@@ -253,10 +253,10 @@ def _mix(probs_BHtS: Tensor, v_BSGV: Tensor) -> Tensor:
 
 
 def _tiles(q: Tensor, visible: Visibility, selected: Tensor | None) -> Any:
-    """Yield (start, stop, visibility, mask) of query tiles whose largest temporary stays within TILE_ELEMENTS."""
+    """Yield (start, stop, visibility, mask) of query tiles whose largest temporary stays within a tile."""
     batch, queries, heads, _ = q.shape
     per_query = batch * visible.slots * (1 if q.device.type == "cpu" else heads)
-    tile = max(1, TILE_ELEMENTS // max(1, per_query))
+    tile = tile_of(per_query, q.device)
     for start in range(0, queries, tile):
         stop = min(start + tile, queries)
         seen = visible.tile(start, stop)

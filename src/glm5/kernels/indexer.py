@@ -9,11 +9,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from glm5.kernels.tiling import tile_of
 from glm5.kernels.topk import stable_topk
 from glm5.kernels.visibility import Visibility
-
-# Elements of the largest temporary of one tile (32 MiB in fp32): big enough for fast products, small for memory.
-TILE_ELEMENTS = 8 * 2**20
 
 
 def index_scores(q_BTJI: Tensor, w_BTJ: Tensor, k_BSI: Tensor, visible: Visibility) -> Tensor:
@@ -41,7 +39,7 @@ def index_select(q_BTJI: Tensor, w_BTJ: Tensor, k_BSI: Tensor, visible: Visibili
     """
     batch, queries, heads, _ = q_BTJI.shape
     width = min(k, visible.slots)
-    tile = max(1, TILE_ELEMENTS // max(1, batch * (heads + 2) * visible.slots))
+    tile = tile_of(batch * (heads + 2) * visible.slots, q_BTJI.device)
     if tile >= queries:
         return stable_topk(index_scores(q_BTJI, w_BTJ, k_BSI, visible).flatten(0, 1), k).view(batch, queries, width)
     out = torch.empty(batch, queries, width, dtype=torch.int32, device=q_BTJI.device)

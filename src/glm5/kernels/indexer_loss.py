@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from glm5.kernels.attention import tile_logits, tile_mask
-from glm5.kernels.indexer import TILE_ELEMENTS
+from glm5.kernels.tiling import tile_of
 from glm5.kernels.topk import topk_mask
 from glm5.kernels.visibility import Visibility
 
@@ -75,7 +75,7 @@ class _IndexerLoss(torch.autograd.Function):
         kl = torch.zeros((), dtype=torch.float32, device=q.device)
         recall = torch.zeros_like(kl)
         logit_max = torch.full((heads,), -torch.inf, device=q.device)
-        tile = max(1, TILE_ELEMENTS // max(1, batch * (heads + index_heads + 2) * visible.slots))
+        tile = tile_of(batch * (heads + index_heads + 2) * visible.slots, q.device)
         for start in range(0, queries, tile):
             stop = min(start + tile, queries)
             seen = visible.tile(start, stop)
