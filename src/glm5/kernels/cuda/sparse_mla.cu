@@ -4,8 +4,7 @@
 // One block of 4 warpgroups works on one query (or, in a cluster, on a share of its positions), 48 positions a step:
 //
 //     copier   gathers rows by index into a ring of 3 buffers (cp.async, 16 bytes a thread, swizzled)
-//     scorer   S = Q K^T, running maximum, P = exp2(S - m) into one of 2 buffers; the next S is issued before the
-//              exponentials of this one
+//     scorer   S = Q K^T, running maximum, P = exp2(S - m) into one of 2 buffers
 //     mixer x2 O[64 x 256 each] += P V, rescaled only when a row's maximum grew by more than 2^8
 //
 // Four ninths of Q stay in the scorer's registers: it saves shared memory for the ring, and shared-memory bandwidth,
@@ -202,17 +201,21 @@ __global__ void __launch_bounds__(512, 1) sparse_mla_kernel(const __grid_constan
             low = at < params.keys ? __ldg(selected + at) : -1;
             high = lane < kKeys - 32 && at + 32 < params.keys ? __ldg(selected + at + 32) : -1;
         };
-        auto copy = [&](int low, int high, const __nv_bfloat16* kv) {
-            const uint32_t valid_low = __ballot_sync(~0u, low >= 0), valid_high = __ballot_sync(~0u, high >= 0);
-            const uint32_t s = it % kStages, dst = smem_address(shared.stage[s]) + offset;
-            int index[kKeys / 16];
+        // Indices are requested three steps ahead of their use.
+        int low[3] = {-1, -1, -1}, high[3] = {-1, -1, -1};
+        const __nv_bfloat16* kv[3];
+        bool more[3];
 #pragma unroll
-            for (int i = 0; i < kKeys / 16; ++i) index[i] = __shfl_sync(~0u, i < 2 ? low : high, row + i % 2 * 16);
+        for (int i = 0; i < 3; ++i) advance(low[i], high[i]), kv[i] = next.kv, more[i] = next.item < params.queries;
+        for (; more[0]; ++it) {
+            const uint32_t valid_low = __ballot_sync(~0u, low[0] >= 0), valid_high = __ballot_sync(~0u, high[0] >= 0);
+            const uint32_t s = it % kStages, dst = smem_address(shared.stage[s]) + offset;
             barrier_wait(smem_address(&shared.empty[s]), (it / kStages & 1) ^ 1);
 #pragma unroll
             for (int i = 0; i < kKeys / 16; ++i) {
-                const __nv_bfloat16* from = kv + static_cast<int64_t>(max(index[i], 0)) * params.kv_stride;
-                const uint32_t bytes = index[i] < 0 ? 0 : 16;
+                const int index = __shfl_sync(~0u, i < 2 ? low[0] : high[0], row + i % 2 * 16);
+                const __nv_bfloat16* from = kv[0] + static_cast<int64_t>(max(index, 0)) * params.kv_stride;
+                const uint32_t bytes = index < 0 ? 0 : 16;
 #pragma unroll
                 for (int c = 0; c < kChunks; ++c) copy16(dst + c * kChunkBytes + i * 2048, from + c * 64, bytes);
             }
@@ -222,25 +225,9 @@ __global__ void __launch_bounds__(512, 1) sparse_mla_kernel(const __grid_constan
                 barrier_arrive(full);
             }
             barrier_arrive_after_copies(full);
-            ++it;
-        };
-        // Indices are requested three steps ahead of their use, into registers that nothing moves: a move would wait
-        // for the load.
-        int low[3], high[3];
-        const __nv_bfloat16* kv[3];
-        bool more[3];
-        auto request = [&](int i) { advance(low[i], high[i]), kv[i] = next.kv, more[i] = next.item < params.queries; };
 #pragma unroll
-        for (int i = 0; i < 3; ++i) request(i);
-        while (more[0]) {
-            copy(low[0], high[0], kv[0]);
-            request(0);
-            if (!more[1]) break;
-            copy(low[1], high[1], kv[1]);
-            request(1);
-            if (!more[2]) break;
-            copy(low[2], high[2], kv[2]);
-            request(2);
+            for (int i = 0; i < 2; ++i) low[i] = low[i + 1], high[i] = high[i + 1], kv[i] = kv[i + 1], more[i] = more[i + 1];
+            if (more[1]) advance(low[2], high[2]), kv[2] = next.kv, more[2] = next.item < params.queries;
         }
         asm volatile("cp.async.wait_all;" ::: "memory");
         if (kSplits > 1) {
@@ -299,14 +286,15 @@ __global__ void __launch_bounds__(512, 1) sparse_mla_kernel(const __grid_constan
 
             const uint32_t q_shared = smem_address(shared.q);
             Row upper, lower;
-            float s_even[24], s_odd[24];
-            auto issue = [&](float (&s)[24], uint32_t at) {
-                barrier_wait(smem_address(&shared.full[at % kStages]), at / kStages & 1);
+            for (int i = 0; i < todo; ++i, ++it) {
+                float s[24];
+                const int stage = it % kStages;
+                barrier_wait(smem_address(&shared.full[stage]), it / kStages & 1);
                 fence_async();
-                issue_scores(s, q_shared, q, smem_address(shared.stage[at % kStages]));
-            };
-            auto finish = [&](float (&s)[24]) {
-                const uint32_t valid_low = shared.valid[it % kStages][0], valid_high = shared.valid[it % kStages][1];
+                issue_scores(s, q_shared, q, smem_address(shared.stage[stage]));
+                mma_wait<0>();
+                pin(s);
+                const uint32_t valid_low = shared.valid[stage][0], valid_high = shared.valid[stage][1];
                 if ((valid_low & (valid_high | 0xFFFF0000u)) != ~0u) {
 #pragma unroll
                     for (int i = 0; i < 24; ++i) {
@@ -331,35 +319,6 @@ __global__ void __launch_bounds__(512, 1) sparse_mla_kernel(const __grid_constan
                 }
                 fence_async();
                 barrier_arrive(smem_address(&shared.p_full[buffer]));
-                ++it;
-            };
-            // Straight-line pairs: the assembler serialises the products if a branch separates issue from wait.
-            if (todo > 0) {
-                int left = todo;
-                issue(s_even, it);
-                for (; left > 2; left -= 2) {
-                    issue(s_odd, it + 1);
-                    mma_wait<1>();
-                    pin(s_even);
-                    finish(s_even);
-                    issue(s_even, it + 1);
-                    mma_wait<1>();
-                    pin(s_odd);
-                    finish(s_odd);
-                }
-                if (left == 2) {
-                    issue(s_odd, it + 1);
-                    mma_wait<1>();
-                    pin(s_even);
-                    finish(s_even);
-                    mma_wait<0>();
-                    pin(s_odd);
-                    finish(s_odd);
-                } else {
-                    mma_wait<0>();
-                    pin(s_even);
-                    finish(s_even);
-                }
             }
             const float sum0 = reduce_sum(upper.sum), sum1 = reduce_sum(lower.sum);
             barrier_wait(smem_address(&shared.stats_empty), (round & 1) ^ 1);
