@@ -151,6 +151,14 @@ struct Cursor {
     const __nv_bfloat16* kv;
 };
 
+// Brings a query's rows into the L2 cache.
+__device__ __forceinline__ void prefetch_query(const Params& params, int item, int tid) {
+    const __nv_bfloat16* q = params.q + item * params.q_stride;
+#pragma unroll 1
+    for (int i = tid; i < params.heads * kChunks; i += 128)
+        asm volatile("prefetch.global.L2 [%0];" ::"l"(q + i / kChunks * params.q_head_stride + i % kChunks * 64));
+}
+
 template <int kSplits>
 __global__ void __launch_bounds__(512, 1) sparse_mla_kernel(const __grid_constant__ Params params) {
     extern __shared__ __align__(1024) uint8_t raw[];
@@ -190,11 +198,7 @@ __global__ void __launch_bounds__(512, 1) sparse_mla_kernel(const __grid_constan
                 const Span span = Span::of<kSplits>(params, next.item, rank, lane);
                 next.step = span.begin - 1, next.end = span.end;
                 next.kv = params.kv + next.item / params.queries_per_batch * params.kv_batch_stride + unit * 8;
-                if (kSplits == 1) {  // the scorer will want this query's Q soon
-                    const __nv_bfloat16* q = params.q + next.item * params.q_stride;
-                    for (int i = tid; i < params.heads * kChunks; i += 128)
-                        asm volatile("prefetch.global.L2 [%0];" ::"l"(q + i / kChunks * params.q_head_stride + i % kChunks * 64));
-                }
+                if (kSplits == 1) prefetch_query(params, next.item, tid);  // the scorer will want it soon
             }
             const int at = next.step * kKeys + lane;
             const int* selected = params.selected + static_cast<int64_t>(next.item) * params.keys;
@@ -239,36 +243,39 @@ __global__ void __launch_bounds__(512, 1) sparse_mla_kernel(const __grid_constan
         uint32_t round = 0;
         for (int item = first_item; item < params.queries; item += item_stride, ++round) {
             const __nv_bfloat16* query = params.q + item * params.q_stride;
-            // A row's last 256 columns pass through shared memory into registers, the first 320 stay there. Everything
-            // is requested before anything is used.
-            uint4 head[16], tail[16], middle[4];
+            // A row's last 256 columns pass through shared memory into registers, then the first 320 come to stay.
+            uint4 part[16], middle[4];
             uint32_t q[kRegisterSteps * 4];
+            auto load = [&](int first) {
 #pragma unroll
-            for (int i = 0; i < 16; ++i) {
-                const int row = i * 4 + warp;
-                const uint4* from = reinterpret_cast<const uint4*>(query + row * params.q_head_stride) + lane;
-                tail[i] = row < params.heads ? __ldg(from + 40) : make_uint4(0, 0, 0, 0);
-                head[i] = row < params.heads ? __ldg(from) : make_uint4(0, 0, 0, 0);
-            }
-#pragma unroll
-            for (int i = 0; i < 4; ++i) {
-                const int row = i * 16 + tid / 8;
-                const uint4* from = reinterpret_cast<const uint4*>(query + row * params.q_head_stride) + 32 + tid % 8;
-                middle[i] = row < params.heads ? __ldg(from) : make_uint4(0, 0, 0, 0);
-            }
-            auto store = [&](const uint4 (&rows)[16]) {
+                for (int i = 0; i < 16; ++i) {
+                    const int row = i * 4 + warp;
+                    const __nv_bfloat16* from = query + row * params.q_head_stride + first + lane * 8;
+                    part[i] = row < params.heads ? __ldg(reinterpret_cast<const uint4*>(from)) : make_uint4(0, 0, 0, 0);
+                }
+            };
+            auto store = [&] {
 #pragma unroll
                 for (int i = 0; i < 16; ++i)
                     *reinterpret_cast<uint4*>(shared.q[lane / 8] + (i * 4 + warp) * 128 + ((lane % 8 ^ (i * 4 + warp & 7)) << 4)) =
-                        rows[i];
+                        part[i];
             };
+            if (kSplits > 1) prefetch_query(params, item, tid);
+            load(kWidth - 256);
+#pragma unroll
+            for (int i = 0; i < 4; ++i) {
+                const int row = i * 16 + tid / 8;
+                const __nv_bfloat16* from = query + row * params.q_head_stride + 256 + tid % 8 * 8;
+                middle[i] = row < params.heads ? __ldg(reinterpret_cast<const uint4*>(from)) : make_uint4(0, 0, 0, 0);
+            }
             named_barrier(1, 128);  // every warp is done with the previous query in shared memory
-            store(tail);
+            store();
 #pragma unroll
             for (int i = 0; i < 4; ++i) {
                 const int row = i * 16 + tid / 8;
                 *reinterpret_cast<uint4*>(shared.q[4] + row * 128 + ((tid % 8 ^ (row & 7)) << 4)) = middle[i];
             }
+            load(0);
             named_barrier(1, 128);
             {
                 const int row = warp * 16 + lane % 16;  // of the four matrices: row half, then column half
@@ -278,7 +285,7 @@ __global__ void __launch_bounds__(512, 1) sparse_mla_kernel(const __grid_constan
                     load_matrices(q + 4 * i, from + i / 4 * kQChunkBytes + ((i % 4 * 2 + lane / 16 ^ (row & 7)) << 4));
             }
             named_barrier(1, 128);
-            store(head);
+            store();
             const Span span = Span::of<kSplits>(params, item, rank, lane);
             const int todo = span.end - span.begin;
             fence_async();
