@@ -50,6 +50,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         the exit status (see the module's docstring).
     """
     arguments = list(sys.argv[1:] if argv is None else argv)
+    # torch's threads otherwise spin while they wait, and on cores shared with other work a step then takes five to
+    # ten times as long; sleeping costs little on idle ones. It is read once, when torch is first imported.
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     as_json = "--json" in arguments
     try:
         status = _run(arguments)
