@@ -267,8 +267,10 @@ def test_options_that_contradict_each_other(tmp_path: Path) -> None:
         resolve(config(tmp_path, device="gpu"))
     with pytest.raises(ConfigError, match="device='cuda:99': there are"):
         resolve(config(tmp_path, device="cuda:99"))
-    with pytest.raises(ConfigError, match="mtp_depths=3: this model has no MTP block"):
-        pretrain(config(tmp_path, model=nano(**TINY, num_nextn_predict_layers=0)), lambda _: None)
+    with pytest.raises(ConfigError, match=r"train\.mtp_depths=3: this model has no MTP block"):
+        config(tmp_path, model=nano(**TINY, num_nextn_predict_layers=0))
+    with pytest.raises(ConfigError, match="seq_len=70000: must be at most max_position_embeddings=65536"):
+        config(tmp_path, seq_len=70_000)
     pretrain(config(tmp_path, model=nano(**TINY, num_nextn_predict_layers=0), train=dict(mtp_depths=0)), lambda _: None)
 
 

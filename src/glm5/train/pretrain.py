@@ -65,6 +65,12 @@ class PretrainConfig(TextConfig):
             raise ConfigError("train.stage", self.train.stage, "must be 'pretrain'; `glm5 sparsify` runs the others")
         if self.tokenizer and self.vocab_size is not None:
             raise ConfigError("vocab_size", self.vocab_size, "contradicts --tokenizer, whose vocabulary is fixed")
+        # `check_stage` says these too, but only once the corpus is tokenized.
+        if self.train.mtp_depths and not self.model.num_nextn_predict_layers:
+            raise ConfigError("train.mtp_depths", self.train.mtp_depths, "this model has no MTP block: give 0")
+        longest = self.model.max_position_embeddings
+        if self.seq_len > longest:
+            raise ConfigError("seq_len", self.seq_len, f"must be at most max_position_embeddings={longest}")
 
 
 def nano_training() -> TrainConfig:
