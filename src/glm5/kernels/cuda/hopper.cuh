@@ -1,5 +1,5 @@
 // Hopper (sm_90a) primitives as thin wrappers over PTX: barriers, asynchronous copies, matrix descriptors, wgmma.
-// Only what sparse_mla.cu and topk.cu use. Layout names follow the PTX manual, section "Asynchronous warpgroup
+// Only what the kernels beside this file use. Layout names follow the PTX manual, section "Asynchronous warpgroup
 // level matrix instructions". Read next: sparse_mla.cu.
 #pragma once
 #include <cuda_bf16.h>

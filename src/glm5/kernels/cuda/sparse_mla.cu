@@ -4,7 +4,8 @@
 // One block of 4 warpgroups works on one query (or, in a cluster, on a share of its positions), 48 positions a step:
 //
 //     copier   gathers rows by index into a ring of 3 buffers (cp.async, 16 bytes a thread, swizzled)
-//     scorer   S = Q K^T, running maximum, P = exp2(S - m) into one of 2 buffers
+//     scorer   S = Q K^T, running maximum, P = exp2(S - m) into one of 2 buffers; the next S is issued before the
+//              exponentials of this one
 //     mixer x2 O[64 x 256 each] += P V, rescaled only when a row's maximum grew by more than 2^8
 //
 // Four ninths of Q stay in the scorer's registers: it saves shared memory for the ring, and shared-memory bandwidth,
@@ -151,14 +152,6 @@ struct Cursor {
     const __nv_bfloat16* kv;
 };
 
-// Brings a query's rows into the L2 cache.
-__device__ __forceinline__ void prefetch_query(const Params& params, int item, int tid) {
-    const __nv_bfloat16* q = params.q + item * params.q_stride;
-#pragma unroll 1
-    for (int i = tid; i < params.heads * kChunks; i += 128)
-        asm volatile("prefetch.global.L2 [%0];" ::"l"(q + i / kChunks * params.q_head_stride + i % kChunks * 64));
-}
-
 template <int kSplits>
 __global__ void __launch_bounds__(512, 1) sparse_mla_kernel(const __grid_constant__ Params params) {
     extern __shared__ __align__(1024) uint8_t raw[];
@@ -198,7 +191,11 @@ __global__ void __launch_bounds__(512, 1) sparse_mla_kernel(const __grid_constan
                 const Span span = Span::of<kSplits>(params, next.item, rank, lane);
                 next.step = span.begin - 1, next.end = span.end;
                 next.kv = params.kv + next.item / params.queries_per_batch * params.kv_batch_stride + unit * 8;
-                if (kSplits == 1) prefetch_query(params, next.item, tid);  // the scorer will want it soon
+                if (kSplits == 1) {  // the scorer will want this query's Q soon
+                    const __nv_bfloat16* q = params.q + next.item * params.q_stride;
+                    for (int i = tid; i < params.heads * kChunks; i += 128)
+                        asm volatile("prefetch.global.L2 [%0];" ::"l"(q + i / kChunks * params.q_head_stride + i % kChunks * 64));
+                }
             }
             const int at = next.step * kKeys + lane;
             const int* selected = params.selected + static_cast<int64_t>(next.item) * params.keys;
@@ -243,39 +240,36 @@ __global__ void __launch_bounds__(512, 1) sparse_mla_kernel(const __grid_constan
         uint32_t round = 0;
         for (int item = first_item; item < params.queries; item += item_stride, ++round) {
             const __nv_bfloat16* query = params.q + item * params.q_stride;
-            // A row's last 256 columns pass through shared memory into registers, then the first 320 come to stay.
-            uint4 part[16], middle[4];
+            // A row's last 256 columns pass through shared memory into registers, the first 320 stay there. Everything
+            // is requested before anything is used.
+            uint4 head[16], tail[16], middle[4];
             uint32_t q[kRegisterSteps * 4];
-            auto load = [&](int first) {
 #pragma unroll
-                for (int i = 0; i < 16; ++i) {
-                    const int row = i * 4 + warp;
-                    const __nv_bfloat16* from = query + row * params.q_head_stride + first + lane * 8;
-                    part[i] = row < params.heads ? __ldg(reinterpret_cast<const uint4*>(from)) : make_uint4(0, 0, 0, 0);
-                }
-            };
-            auto store = [&] {
-#pragma unroll
-                for (int i = 0; i < 16; ++i)
-                    *reinterpret_cast<uint4*>(shared.q[lane / 8] + (i * 4 + warp) * 128 + ((lane % 8 ^ (i * 4 + warp & 7)) << 4)) =
-                        part[i];
-            };
-            if (kSplits > 1) prefetch_query(params, item, tid);
-            load(kWidth - 256);
+            for (int i = 0; i < 16; ++i) {
+                const int row = i * 4 + warp;
+                const uint4* from = reinterpret_cast<const uint4*>(query + row * params.q_head_stride) + lane;
+                tail[i] = row < params.heads ? __ldg(from + 40) : make_uint4(0, 0, 0, 0);
+                head[i] = row < params.heads ? __ldg(from) : make_uint4(0, 0, 0, 0);
+            }
 #pragma unroll
             for (int i = 0; i < 4; ++i) {
                 const int row = i * 16 + tid / 8;
-                const __nv_bfloat16* from = query + row * params.q_head_stride + 256 + tid % 8 * 8;
-                middle[i] = row < params.heads ? __ldg(reinterpret_cast<const uint4*>(from)) : make_uint4(0, 0, 0, 0);
+                const uint4* from = reinterpret_cast<const uint4*>(query + row * params.q_head_stride) + 32 + tid % 8;
+                middle[i] = row < params.heads ? __ldg(from) : make_uint4(0, 0, 0, 0);
             }
+            auto store = [&](const uint4 (&rows)[16]) {
+#pragma unroll
+                for (int i = 0; i < 16; ++i)
+                    *reinterpret_cast<uint4*>(shared.q[lane / 8] + (i * 4 + warp) * 128 + ((lane % 8 ^ (i * 4 + warp & 7)) << 4)) =
+                        rows[i];
+            };
             named_barrier(1, 128);  // every warp is done with the previous query in shared memory
-            store();
+            store(tail);
 #pragma unroll
             for (int i = 0; i < 4; ++i) {
                 const int row = i * 16 + tid / 8;
                 *reinterpret_cast<uint4*>(shared.q[4] + row * 128 + ((tid % 8 ^ (row & 7)) << 4)) = middle[i];
             }
-            load(0);
             named_barrier(1, 128);
             {
                 const int row = warp * 16 + lane % 16;  // of the four matrices: row half, then column half
@@ -285,7 +279,7 @@ __global__ void __launch_bounds__(512, 1) sparse_mla_kernel(const __grid_constan
                     load_matrices(q + 4 * i, from + i / 4 * kQChunkBytes + ((i % 4 * 2 + lane / 16 ^ (row & 7)) << 4));
             }
             named_barrier(1, 128);
-            store();
+            store(head);
             const Span span = Span::of<kSplits>(params, item, rank, lane);
             const int todo = span.end - span.begin;
             fence_async();
@@ -293,15 +287,14 @@ __global__ void __launch_bounds__(512, 1) sparse_mla_kernel(const __grid_constan
 
             const uint32_t q_shared = smem_address(shared.q);
             Row upper, lower;
-            for (int i = 0; i < todo; ++i, ++it) {
-                float s[24];
-                const int stage = it % kStages;
-                barrier_wait(smem_address(&shared.full[stage]), it / kStages & 1);
+            float s_even[24], s_odd[24];
+            auto issue = [&](float (&s)[24], uint32_t at) {
+                barrier_wait(smem_address(&shared.full[at % kStages]), at / kStages & 1);
                 fence_async();
-                issue_scores(s, q_shared, q, smem_address(shared.stage[stage]));
-                mma_wait<0>();
-                pin(s);
-                const uint32_t valid_low = shared.valid[stage][0], valid_high = shared.valid[stage][1];
+                issue_scores(s, q_shared, q, smem_address(shared.stage[at % kStages]));
+            };
+            auto finish = [&](float (&s)[24]) {
+                const uint32_t valid_low = shared.valid[it % kStages][0], valid_high = shared.valid[it % kStages][1];
                 if ((valid_low & (valid_high | 0xFFFF0000u)) != ~0u) {
 #pragma unroll
                     for (int i = 0; i < 24; ++i) {
@@ -326,6 +319,35 @@ __global__ void __launch_bounds__(512, 1) sparse_mla_kernel(const __grid_constan
                 }
                 fence_async();
                 barrier_arrive(smem_address(&shared.p_full[buffer]));
+                ++it;
+            };
+            // Straight-line pairs: the assembler serialises the products if a branch separates issue from wait.
+            if (todo > 0) {
+                int left = todo;
+                issue(s_even, it);
+                for (; left > 2; left -= 2) {
+                    issue(s_odd, it + 1);
+                    mma_wait<1>();
+                    pin(s_even);
+                    finish(s_even);
+                    issue(s_even, it + 1);
+                    mma_wait<1>();
+                    pin(s_odd);
+                    finish(s_odd);
+                }
+                if (left == 2) {
+                    issue(s_odd, it + 1);
+                    mma_wait<1>();
+                    pin(s_even);
+                    finish(s_even);
+                    mma_wait<0>();
+                    pin(s_odd);
+                    finish(s_odd);
+                } else {
+                    mma_wait<0>();
+                    pin(s_even);
+                    finish(s_even);
+                }
             }
             const float sum0 = reduce_sum(upper.sum), sum1 = reduce_sum(lower.sum);
             barrier_wait(smem_address(&shared.stats_empty), (round & 1) ^ 1);
