@@ -50,6 +50,10 @@ def test_below_k_the_selection_is_everything() -> None:
 
 def test_training_is_three_forward_passes() -> None:
     assert compute.training_flops(nano(), 64) == 3 * compute.forward_flops(nano(), 64)
+    drafts = compute.training_flops(nano(), 64, mtp_depths=3) - compute.training_flops(nano(), 64)
+    assert drafts == 9 * compute.mtp_flops(nano(), 64)
+    # A depth is one MoE layer and the head again, so less than the four layers of the trunk and its head.
+    assert compute.forward_flops(nano(), 64) / 4 < compute.mtp_flops(nano(), 64) < compute.forward_flops(nano(), 64)
     dense = compute.forward_flops(nano(), 64, sparse=False)
     assert dense == 64 * compute.linear_flops(nano()) + 4 * (64 * 65 // 2) * 2 * 4 * (64 + 64)
 

@@ -89,9 +89,16 @@ def forward_flops(config: ModelConfig, length: int, sparse: bool = True) -> int:
     return length * linear_flops(config) + prefill_attention_flops(config, length, sparse).total
 
 
-def training_flops(config: ModelConfig, length: int, sparse: bool = True) -> int:
-    """FLOP of forward and backward over one sequence: three times the forward pass, no recomputation, no MTP."""
-    return 3 * forward_flops(config, length, sparse)
+def mtp_flops(config: ModelConfig, length: int, sparse: bool = True) -> int:
+    """FLOP of one MTP depth over a sequence, forward: its block, and the head again. Norms count as matrices."""
+    active = active_parameters(config)
+    attention = prefill_attention_flops(config, length, sparse).total // config.num_hidden_layers
+    return length * 2 * (active.mtp + active.head) + attention
+
+
+def training_flops(config: ModelConfig, length: int, sparse: bool = True, mtp_depths: int = 0) -> int:
+    """FLOP of forward and backward over one sequence: three times the forward pass, without recomputation."""
+    return 3 * (forward_flops(config, length, sparse) + mtp_depths * mtp_flops(config, length, sparse))
 
 
 def crossover_length(config: ModelConfig) -> int | None:

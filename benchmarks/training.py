@@ -1,0 +1,143 @@
+"""Training steps of `nano` (or another preset) on random tokens: tokens/s, and the share of the machine's matrix rate.
+
+    python benchmarks/training.py [--preset nano] [--rows 8] [--seq-len 512] [--steps 6] [--threads N] [--device cuda]
+
+The share is model operations (`glm5.ledger.compute.training_flops`: products of the forward pass times three, MTP
+depths included) over the time, divided by the rate of a large matrix product measured in the same run and dtype.
+Stages: dense pretraining, the indexers' warm-up, and sparse adaptation. Writes benchmarks/out/training.json.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import statistics
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # as the command line does
+
+import numpy as np
+import torch
+
+from glm5.data.corpus import Document
+from glm5.data.loader import Loader, TokenDataset
+from glm5.ledger.compute import training_flops
+from glm5.model.glm5 import GLM5
+from glm5.model.presets import preset
+from glm5.text.tokenizer import Tokenizer
+from glm5.train.config import LearningRate, TrainConfig
+from glm5.train.loop import Trainer
+from glm5.train.schedule import BatchWarmup
+
+OUT = Path(__file__).parent / "out"
+
+
+def matmul_rate(device: torch.device, dtype: torch.dtype) -> float:
+    """Operations a second of one large product: 2,048 cubed on a CPU, 8,192 cubed on a GPU; median of 7."""
+    n = 8192 if device.type == "cuda" else 2048
+    a, b = (torch.randn(n, n, device=device, dtype=dtype) for _ in range(2))
+    seconds = []
+    for i in range(9):
+        synchronize(device)
+        began = time.perf_counter()
+        a @ b
+        synchronize(device)
+        if i >= 2:
+            seconds.append(time.perf_counter() - began)
+    return 2 * n**3 / statistics.median(seconds)
+
+
+def synchronize(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize()
+
+
+def dataset(directory: Path, seq_len: int, rows: int) -> TokenDataset:
+    """Random lower-case words: what is read does not matter for the time, only that experts are not all alike."""
+    rng = np.random.default_rng(0)
+    letters = np.frombuffer(b"abcdefghijklmnopqrstuvwxyz    \n", dtype=np.uint8)
+    texts = [rng.choice(letters, seq_len * 4).tobytes().decode() for _ in range(rows * 4)]
+    tokenizer = Tokenizer.train(texts, 320)
+    return TokenDataset.build([Document(str(i), t) for i, t in enumerate(texts)], tokenizer, directory, seq_len)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--preset", default="nano")
+    parser.add_argument("--rows", type=int, default=8)
+    parser.add_argument("--micro-batch", type=int, default=8)
+    parser.add_argument("--seq-len", type=int, default=512)
+    parser.add_argument("--steps", type=int, default=6)
+    parser.add_argument("--mtp-depths", type=int, default=3)
+    parser.add_argument("--threads", type=int, default=torch.get_num_threads())
+    parser.add_argument("--device", default="cpu")
+    parser.add_argument("--precision", choices=("auto", "fp32", "bf16"), default="auto")
+    a = parser.parse_args()
+    torch.set_num_threads(a.threads)
+    device = torch.device(a.device)
+    config = preset(a.preset)
+    rows = []
+    with tempfile.TemporaryDirectory() as place:
+        data = dataset(Path(place) / "data", a.seq_len, a.rows)
+        for stage in ("pretrain", "warmup", "sparse"):
+            train = TrainConfig(
+                stage=stage,
+                steps=a.steps + 2,
+                batch=BatchWarmup(a.rows, a.rows, 0),
+                micro_batch=a.micro_batch,
+                lr=LearningRate(1e-3, 1e-3, shape="constant"),
+                mtp_depths=a.mtp_depths,
+                precision=a.precision,
+                measure_every=10**6,
+            )
+            trainer = Trainer(train, GLM5(config).to(device), Loader(data, 0), Path(place) / stage)
+            dtype = trainer.model.dtype
+            seconds = []
+            for i in range(a.steps + 2):
+                synchronize(device)
+                began = time.perf_counter()
+                metrics = trainer.step()
+                synchronize(device)
+                if i >= 2:
+                    seconds.append(time.perf_counter() - began)
+            tokens = a.rows * a.seq_len
+            row = {
+                "stage": stage,
+                "seconds": statistics.median(seconds),
+                "tokens_per_second": tokens / statistics.median(seconds),
+                "memory_mib": metrics["memory_mib"],
+            }
+            if stage == "pretrain":
+                flops = a.rows * training_flops(config, a.seq_len, sparse=False, mtp_depths=a.mtp_depths)
+                row["share_of_matmul_rate"] = flops / row["seconds"] / matmul_rate(device, dtype)
+            rows.append(row)
+    rate = matmul_rate(device, dtype)
+    place_name = torch.cuda.get_device_name() if device.type == "cuda" else f"{platform.machine()}, {a.threads} threads"
+    result = {
+        "machine": place_name,
+        "versions": {"torch": torch.__version__},
+        "command": "python " + " ".join(["benchmarks/training.py", *sys.argv[1:]]),
+        "date": time.strftime("%Y-%m-%d"),
+        "preset": a.preset,
+        "dtype": str(dtype),
+        "matmul_tflops": rate / 1e12,
+        "rows": rows,
+    }
+    print(f"{a.preset} on {place_name}, {dtype}; matrix products at {rate / 1e12:.2f} TFLOP/s")
+    print(f"{'stage':10}{'s/step':>10}{'tokens/s':>12}{'MiB':>10}{'share of rate':>16}")
+    for row in rows:
+        share = f"{row['share_of_matmul_rate']:.1%}" if "share_of_matmul_rate" in row else "-"
+        print(
+            f"{row['stage']:10}{row['seconds']:>10.3f}{row['tokens_per_second']:>12.0f}{row['memory_mib']:>10.0f}{share:>16}"
+        )
+    OUT.mkdir(exist_ok=True)
+    (OUT / "training.json").write_text(json.dumps(result, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
