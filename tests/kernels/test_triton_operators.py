@@ -7,19 +7,23 @@ runs fp32 and fp16. Outputs are poisoned where the operator writes into memory t
 from __future__ import annotations
 
 import os
+import sys
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
-pytest.importorskip("triton", reason="triton is not installed: the operators of glm5[gpu] go untested here")
 CUDA = torch.cuda.is_available()
 if not CUDA:
-    os.environ["TRITON_INTERPRET"] = "1"  # read when the kernels are decorated, so before the imports below
+    if "triton" in sys.modules and os.environ.get("TRITON_INTERPRET") != "1":
+        reason = "triton was imported before its interpreter was asked for; run this file with TRITON_INTERPRET=1"
+        pytest.skip(reason, allow_module_level=True)
+    os.environ["TRITON_INTERPRET"] = "1"  # triton reads it when first imported
+pytest.importorskip("triton", reason="triton is not installed: the operators of glm5[gpu] go untested here")
 
-from glm5.kernels import triton as fast  # noqa: E402
-from glm5.kernels.topk import stable_topk  # noqa: E402
+from glm5.kernels import triton as fast
+from glm5.kernels.topk import stable_topk
 
 if not CUDA:
     from triton.runtime import interpreter
