@@ -15,6 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from glm5.kernels.dispatch import pick
 from glm5.kernels.tiling import tile_of
 from glm5.kernels.topk import positions_to_mask
 from glm5.kernels.visibility import Visibility
@@ -42,6 +43,10 @@ def sparse_attention(
 
     The absorbed form (G = 1) gathers rows; the expanded form masks. Shapes as in `dense_attention`.
     """
+    fast = pick("sparse_attention", q_BTHX, k_BSGX, v_BSGV)
+    if fast is not None:
+        out_BTHV, _ = fast(q_BTHX, k_BSGX[:, :, 0], selected_BTK, value_dim=v_BSGV.shape[-1], scale=scale)
+        return out_BTHV
     if k_BSGX.shape[2] == 1 and not (torch.is_grad_enabled() and (q_BTHX.requires_grad or k_BSGX.requires_grad)):
         return _gathered(q_BTHX, k_BSGX[:, :, 0], v_BSGV[:, :, 0], selected_BTK, visible, scale)
     return _Attention.apply(q_BTHX, k_BSGX, v_BSGV, visible, selected_BTK, scale)

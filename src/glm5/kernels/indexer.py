@@ -9,6 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from glm5.kernels.dispatch import pick
 from glm5.kernels.tiling import tile_of
 from glm5.kernels.topk import stable_topk
 from glm5.kernels.visibility import Visibility
@@ -39,6 +40,10 @@ def index_select(q_BTJI: Tensor, w_BTJ: Tensor, k_BSI: Tensor, visible: Visibili
     """
     batch, queries, heads, _ = q_BTJI.shape
     width = min(k, visible.slots)
+    fast = pick("index_select", q_BTJI, w_BTJ, k_BSI)
+    if fast is not None:
+        bounds = (x.to(torch.int32).contiguous() for x in (visible.first_BT, visible.last_BT))
+        return fast(q_BTJI, w_BTJ, k_BSI[:, : visible.slots], *bounds, k)
     tile = tile_of(batch * (heads + 2) * visible.slots, q_BTJI.device)
     if tile >= queries:
         return stable_topk(index_scores(q_BTJI, w_BTJ, k_BSI, visible).flatten(0, 1), k).view(batch, queries, width)

@@ -14,6 +14,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from glm5.kernels.dispatch import pick
+
 
 def route(
     logits_NE: Tensor,
@@ -66,6 +68,9 @@ def grouped_swiglu(x_ND: Tensor, gate_up_EFD: Tensor, down_EDF: Tensor, expert_N
         [N, D] in x's dtype; the sum over experts is taken in fp32.
     """
     n, m = expert_NM.shape
+    fast = pick("grouped_swiglu", x_ND, gate_up_EFD, down_EDF)
+    if fast is not None:
+        return fast(x_ND, gate_up_EFD, down_EDF, expert_NM.contiguous(), weight_NM.contiguous())
     if n == 1 and not torch.is_grad_enabled():  # decode: no permutation to make
         parts = [
             _expert(x_ND, gate_up_EFD[e], down_EDF[e])[0].float() * weight_NM[0, i]
