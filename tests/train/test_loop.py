@@ -12,6 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from glm5.data.corpus import Document
 from glm5.data.loader import Batch, TokenDataset
 from glm5.data.packing import first_and_positions
 from glm5.kernels import cross_entropy
@@ -24,7 +25,7 @@ from glm5.train.schedule import BatchWarmup
 from glm5.train.totals import Counts, Totals
 from glm5.utils.errors import ConfigError, DataError, NumericalError
 from glm5.utils.runlog import read_metrics
-from support.training import SEQ_LEN, VOCAB, dataset, same, tensors, tiny, trainer
+from support.training import SEQ_LEN, VOCAB, LetterTokenizer, dataset, documents, same, tensors, tiny, trainer
 
 
 @pytest.fixture(autouse=True)
@@ -140,6 +141,19 @@ def test_mtp_trains_on_its_share_of_the_step(tmp_path: Path, monkeypatch: pytest
         assert seen == expected, (share, micro_batch)
 
 
+def test_a_share_of_equal_rows_trains_mtp_as_all_of_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The share saves time and changes no weight: where all rows are alike, nothing changes at all."""
+    text = documents([SEQ_LEN - 2])[0].text
+    copies = [Document(f"{i}", text) for i in range(6)]
+    data = TokenDataset.build(copies, LetterTokenizer(), tmp_path / "copies", SEQ_LEN)
+    for stage in ("pretrain", "sparse"):
+        options = dict(stage=stage, balance_weight=0.3, mtp_weight=0.9, clip=1e9)
+        whole = gradients(trainer(tmp_path, data, **options), monkeypatch)
+        for share, micro_batch in ((0.5, 4), (0.25, 2)):
+            part = trainer(tmp_path, data, **options, mtp_share=share, micro_batch=micro_batch)
+            close(whole, gradients(part, monkeypatch))
+
+
 def test_the_head_in_chunks_gives_the_gradients_of_the_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     data = dataset(tmp_path)
     whole = gradients(trainer(tmp_path, data, clip=1e9), monkeypatch)
@@ -196,6 +210,8 @@ def test_rows_of_one_document_need_no_mask(tmp_path: Path) -> None:
 def test_warmup_moves_the_indexers_and_nothing_else(tmp_path: Path) -> None:
     of = trainer(tmp_path, dataset(tmp_path), stage="warmup", weight_decay=0.5)
     before = tensors(of)
+    # Nothing else even keeps a graph, which is what makes warm-up cheap.
+    assert {n for n, p in of.model.named_parameters() if p.requires_grad} == {n for n in before if ".indexer." in n}
     for _ in range(3):
         metrics = of.step()
     unmoved = same(before, tensors(of))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import random
 import re
 import signal
 import subprocess
@@ -139,6 +140,39 @@ def test_the_rows_drawn_are_those_of_an_unbroken_run(tmp_path: Path, monkeypatch
     trainer(tmp_path / "broken", data, **options).run()
     assert drawn == whole[sum(micro_batches[:3]) :]
     assert sum(len(x) for x in whole) > 4 * data.rows
+
+
+def test_a_fresh_run_is_a_function_of_its_seed(tmp_path: Path) -> None:
+    """Whatever was drawn in this process before: the checkpoints are the same bytes, random state included."""
+    data = dataset(tmp_path)
+    sums = []
+    for name, seed in (("a", 0), ("b", 0), ("c", 1)):
+        random.random()
+        torch.rand(3)
+        of = trainer(tmp_path / name, data, seed=seed, steps=2)
+        of.run()
+        sums.append((of.store.list()[-1] / "manifest.json").read_bytes())
+    assert sums[0] == sums[1]
+    assert sums[0] != sums[2]
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="resuming on CUDA goes untested here: no device")
+def test_a_run_on_a_gpu_resumes_in_bf16(tmp_path: Path) -> None:
+    data = dataset(tmp_path)
+    options: dict[str, Any] = dict(steps=6, stage="sparse", precision="auto")
+    whole = trainer(tmp_path / "whole", data, model=tiny().to("cuda"), **options)
+    whole.run()
+    assert whole.model.dtype == torch.bfloat16
+    with pytest.raises(Stop):
+        trainer(tmp_path / "broken", data, model=tiny().to("cuda"), **options).run(on_step=stop_at(3))
+    again = trainer(tmp_path / "broken", data, model=tiny().to("cuda"), **options)
+    again.run()
+    # Atomic additions on a GPU have no order, so the bytes may differ; the course may not.
+    for a, b in zip(untimed(whole.directory), untimed(again.directory), strict=True):
+        assert a["loss"] == pytest.approx(b["loss"], rel=2e-2)
+    again.export(tmp_path / "model")
+    assert (tmp_path / "model" / "model.safetensors").exists()
 
 
 # --------------------------------------------------------------------------- damage
