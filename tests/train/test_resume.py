@@ -147,7 +147,7 @@ def test_a_fresh_run_is_a_function_of_its_seed(tmp_path: Path) -> None:
     data = dataset(tmp_path)
     sums = []
     for name, seed in (("a", 0), ("b", 0), ("c", 1)):
-        random.random()
+        random.random()  # noqa: S311
         torch.rand(3)
         of = trainer(tmp_path / name, data, seed=seed, steps=2)
         of.run()
