@@ -9,7 +9,7 @@ import torch
 
 pytest.register_assert_rewrite("support.checks", "support.golden", "support.faults")
 
-from support import golden as golden_module  # noqa: E402
+from support import golden as golden_module
 
 
 @pytest.fixture(autouse=True, scope="module")
