@@ -22,6 +22,7 @@ from rich.console import Console
 from glm5.model.config import ModelConfig
 from glm5.model.presets import nano
 from glm5.train.config import LearningRate, TrainConfig
+from glm5.train.prepare import Prepared, TextConfig, collect, prepare
 from glm5.train.schedule import BatchWarmup
 from glm5.utils.files import write_json
 
@@ -37,8 +38,7 @@ class Recipe:
     """Everything that decides the demo's result; saved with each stage as its configuration."""
 
     model: ModelConfig = field(default_factory=nano)
-    seq_len: int = 512
-    held_out_share: float = 0.05
+    text: TextConfig = field(default_factory=TextConfig)
     held_out_rows: int | None = None
     pretrain: TrainConfig = field(
         default_factory=lambda: TrainConfig(
@@ -80,7 +80,7 @@ def quick() -> Recipe:
     return replace(
         base,
         model=model,
-        seq_len=256,
+        text=TextConfig(seq_len=256),
         held_out_rows=48,
         pretrain=replace(base.pretrain, steps=60, save_every=30),
         warmup=replace(base.warmup, steps=15),
@@ -131,136 +131,106 @@ def run(recipe: Recipe, directory: Path, console: Console) -> dict[str, Any]:
 
     @contextmanager
     def stage(name: str, text: str) -> Iterator[None]:
-        console.print(f"[bold]{name:<9}[/bold] {text}")
+        console.print(f"[bold]{name:<9}[/bold] {text}", soft_wrap=True)
         began = time.perf_counter()
         yield
         times[name] = times.get(name, 0.0) + time.perf_counter() - began
 
-    with stage("corpus", "the Python standard library's source, split by hash, copies of held-out files removed"):
-        corpus = prepare(recipe, directory / "data")
-    console.print(f"          {corpus.summary}")
-    config = recipe.model.replace(vocab_size=corpus.tokenizer.vocab_size, eos_token_id=corpus.tokenizer.stop_ids[:1])
-    config = config.replace(pad_token_id=corpus.tokenizer.stop_ids[0])
+    def say(text: str) -> None:
+        console.print(f"  {text}", soft_wrap=True)
+
+    with stage("corpus", "the Python standard library's source, copies of held-out files removed"):
+        begun = (directory / "pretrain" / "checkpoints").exists()
+        depths = recipe.pretrain.mtp_depths
+        data = prepare(
+            recipe.text,
+            directory / "data",
+            ahead=1 + depths,
+            vocab_size=recipe.model.vocab_size,
+            tokenizer=None,
+            begun=begun,
+            say=say,
+        )
+        prompts, xz = held_out_prompts(recipe, data)
+    unseen = data.held_out
+    assert unseen is not None
+    stop = data.tokenizer.end_of_text_id
+    config = recipe.model.replace(vocab_size=data.tokenizer.vocab_size, eos_token_id=(stop,), pad_token_id=stop)
     model = GLM5(config, seed=recipe.pretrain.seed)
     parameters = sum(p.numel() for p in model.parameters())
 
     def measure(sparse: bool) -> float:
-        return held_out(model, corpus.held_out, sparse=sparse, max_rows=recipe.held_out_rows).bits_per_byte
+        return held_out(model, unseen, sparse=sparse, max_rows=recipe.held_out_rows).bits_per_byte
 
     bits: dict[str, float] = {}
     recall: dict[str, list[float]] = {}
     with stage(
         "pretrain", f"{parameters / 1e6:.1f}M parameters, dense attention, {recipe.pretrain.mtp_depths} MTP depths"
     ):
-        train(recipe.pretrain, recipe, model, corpus, directory / "pretrain")
+        train(recipe.pretrain, model, data, directory / "pretrain", recipe)
     with stage("measure", "held-out bits per byte, dense"):
         bits["dense"] = measure(sparse=False)
-        recall["untrained"] = indexer_recall(model, corpus.held_out)
+        recall["untrained"] = indexer_recall(model, unseen)
     with stage("warm-up", "only the indexers learn, from the dense attention"):
-        train(recipe.warmup, recipe, model, corpus, directory / "warmup")
-    with stage("measure", f"the same weights with top-{config.index_topk} of {recipe.seq_len} positions"):
+        train(recipe.warmup, model, data, directory / "warmup", recipe)
+    with stage("measure", f"the same weights with top-{config.index_topk} of {recipe.text.seq_len} positions"):
         bits["sparse, warm-up only"] = measure(sparse=True)
-        recall["after warm-up"] = indexer_recall(model, corpus.held_out)
+        recall["after warm-up"] = indexer_recall(model, unseen)
     with stage("adapt", "everything learns with sparse attention"):
-        trainer = train(recipe.adapt, recipe, model, corpus, directory / "adapt")
-        trainer.export(directory / "model", tokenizer=corpus.tokenizer)
+        trainer = train(recipe.adapt, model, data, directory / "adapt", recipe)
+        trainer.export(directory / "model", tokenizer=data.tokenizer)
     with stage("measure", "held-out bits per byte, sparse; and dense attention with the adapted weights"):
         bits["sparse, adapted"] = measure(sparse=True)
         bits["dense attention, adapted weights"] = measure(sparse=False)
-        recall["after adaptation"] = indexer_recall(model, corpus.held_out)
+        recall["after adaptation"] = indexer_recall(model, unseen)
     model.requires_grad_(False).eval()
     with stage("draft", f"greedy decoding with {recipe.drafts} drafts from the shared MTP block, and without"):
-        drafts = drafting(model, corpus.prompts, drafts=recipe.drafts, new_tokens=recipe.draft_tokens)
+        drafts = drafting(model, prompts, drafts=recipe.drafts, new_tokens=recipe.draft_tokens)
     completions = {}
     with stage("complete", "code that no file holds"):
         for prompt in PROMPTS:
-            ids = corpus.tokenizer.encode(prompt)
-            text = corpus.tokenizer.decode(
-                model.generate([*corpus.tokenizer.prefix_ids, *ids], max_new_tokens=80, temperature=0.4, seed=0),
+            ids = data.tokenizer.encode(prompt)
+            text = data.tokenizer.decode(
+                model.generate([*data.tokenizer.prefix_ids, *ids], max_new_tokens=80, temperature=0.4, seed=0),
                 skip_control=True,
             )
             completions[prompt] = text
 
     from glm5.cli.demo_report import summarise, write_html
 
-    report = summarise(recipe, config, corpus, parameters, bits, recall, drafts, completions, times)
+    report = summarise(recipe, config, data.counts, xz, parameters, bits, recall, drafts, completions, times)
     write_json(directory / "report.json", report)
     write_html(report, directory)
     for line in report["lines"]:
-        console.print(line)
-    console.print(f"\nreport    {directory / 'report.html'} and report.json\nnext      glm5 chat {directory / 'model'}")
+        console.print(line, soft_wrap=True)
+    console.print(
+        f"\nreport    {directory / 'report.html'} and report.json\nnext      glm5 chat {directory / 'model'}",
+        soft_wrap=True,
+    )
     return report
 
 
-@dataclass(frozen=True)
-class DemoCorpus:
-    """The data of the demo: datasets, tokenizer, prompts from held-out files, and the compressor's figure."""
-
-    tokenizer: Any
-    training: Any
-    held_out: Any
-    prompts: list[list[int]]
-    xz_bits_per_byte: float
-    summary: str
-    counts: dict[str, Any]
-
-
-def prepare(recipe: Recipe, directory: Path) -> DemoCorpus:
-    """Corpus, tokenizer and token shards; what is there from an earlier start is used again."""
+def held_out_prompts(recipe: Recipe, data: Prepared) -> tuple[list[list[int]], float]:
+    """The first halves of rows of a few held-out files, to draft from; and what `xz -9e` makes of all such files."""
     from glm5.data.compress import xz_bits_per_byte
-    from glm5.data.corpus import split_held_out, stdlib_sources
-    from glm5.data.filters import drop_copies_of, drop_exact_copies
-    from glm5.data.loader import TokenDataset
-    from glm5.text.tokenizer import Tokenizer, load_tokenizer
 
-    found = stdlib_sources()
-    unique, exact = drop_exact_copies(found.documents)
-    training, held = split_held_out(unique, recipe.held_out_share)
-    training, near = drop_copies_of(held, training)
-    if (directory / "tokenizer" / "tokenizer.json").exists():
-        tokenizer = load_tokenizer(directory / "tokenizer")
-    else:
-        tokenizer = Tokenizer.train((d.text for d in training), recipe.model.vocab_size)
-        tokenizer.save(directory / "tokenizer")
-
-    def dataset(name: str, documents: Any) -> TokenDataset:
-        place = directory / name
-        if (place / "manifest.json").exists():
-            return TokenDataset.open(place, recipe.seq_len)
-        return TokenDataset.build(documents, tokenizer, place, recipe.seq_len)
-
-    train_set, held_set = dataset("training", training), dataset("held-out", held)
-    step = max(1, len(held) // recipe.draft_prompts)
-    prompts = [[*tokenizer.prefix_ids, *tokenizer.encode(d.text)[: recipe.seq_len // 2]] for d in held[::step]][
-        : recipe.draft_prompts
+    assert data.held_out is not None
+    names = set(data.held_out.store.names)
+    documents = [d for d in collect(recipe.text).documents if d.id in names]
+    step = max(1, len(documents) // recipe.draft_prompts)
+    prompts = [
+        [*data.tokenizer.prefix_ids, *data.tokenizer.encode(d.text)[: recipe.text.seq_len // 2]]
+        for d in documents[::step][: recipe.draft_prompts]
     ]
-    bytes_per_token = train_set.text_bytes / int(train_set.store.tokens)
-    counts = {
-        "files": len(found.documents),
-        "left out": dict(found.dropped),
-        "exact copies": len(exact),
-        "near copies of held-out files": len(near),
-        "training files": len(training),
-        "held-out files": len(held),
-        "training tokens": int(train_set.store.tokens),
-        "training bytes": train_set.text_bytes,
-        "held-out bytes": held_set.text_bytes,
-        "bytes per token": bytes_per_token,
-    }
-    summary = (
-        f"{len(training)} files and {train_set.store.tokens / 1e6:.2f}M tokens to learn from, "
-        f"{len(held)} files held out, {bytes_per_token:.2f} bytes a token"
-    )
-    return DemoCorpus(tokenizer, train_set, held_set, prompts, xz_bits_per_byte(held), summary, counts)
+    return prompts, xz_bits_per_byte(documents)
 
 
-def train(config: TrainConfig, recipe: Recipe, model: Any, corpus: DemoCorpus, directory: Path) -> Any:
+def train(config: TrainConfig, model: Any, data: Prepared, directory: Path, resolved: Recipe) -> Any:
     """One stage, from its newest checkpoint if there is one."""
     from glm5.data.loader import Loader
     from glm5.train.loop import Trainer
 
-    loader = Loader(corpus.training, config.seed, model.config.vocab_size)
-    per_token = corpus.counts["bytes per token"]
-    trainer = Trainer(config, model, loader, directory, bytes_per_token=per_token)
-    trainer.run(resolved=recipe, title=directory.name)
+    loader = Loader(data.training, config.seed, model.config.vocab_size)
+    trainer = Trainer(config, model, loader, directory, bytes_per_token=data.bytes_per_token)
+    trainer.run(resolved=resolved, title=directory.name)
     return trainer

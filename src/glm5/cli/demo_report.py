@@ -16,7 +16,8 @@ from glm5.utils.runlog import describe_environment, read_metrics
 def summarise(
     recipe: Any,
     config: Any,
-    corpus: Any,
+    counts: dict[str, Any],
+    xz: float,
     parameters: int,
     bits: dict[str, float],
     recall: dict[str, list[float]],
@@ -35,7 +36,7 @@ def summarise(
     total = sum(times.values())
     lines = [
         "",
-        f"bits per byte on held-out files   xz -9e {corpus.xz_bits_per_byte:.3f}   "
+        f"bits per byte on held-out files   xz -9e {xz:.3f}   "
         + "   ".join(f"{name} {value:.3f}" for name, value in bits.items()),
         "indexer recall of attention mass  " + "   ".join(f"{name} {value:.3f}" for name, value in mean.items()),
         f"drafting with {drafts.drafts} drafts           {drafts.accept_length:.2f} tokens a verification, "
@@ -49,8 +50,8 @@ def summarise(
         "date": time.strftime("%Y-%m-%d"),
         "environment": describe_environment(),
         "model": {"parameters": parameters, **config.to_dict()},
-        "corpus": corpus.counts,
-        "bits_per_byte": {"xz -9e": corpus.xz_bits_per_byte, **bits},
+        "corpus": counts,
+        "bits_per_byte": {"xz -9e": xz, **bits},
         "indexer_recall": recall,
         "drafting": {
             "drafts": drafts.drafts,
@@ -62,7 +63,7 @@ def summarise(
             "speedup": drafts.speedup,
         },
         "cache_bytes_per_token": {"held": held, "ledger": counted},
-        "context": recipe.seq_len,
+        "context": recipe.text.seq_len,
         "index_topk": config.index_topk,
         "completions": completions,
         "seconds": times,
