@@ -21,6 +21,7 @@ from torch import Tensor
 from glm5.cli.chat import Conversation, Settings, change, command, read_message, show
 from glm5.model.glm5 import GLM5
 from glm5.model.weights import save_model
+from glm5.text.stream import StreamDecoder
 from glm5.text.tokenizer import Tokenizer
 from glm5.utils.errors import UserError
 from support.tiny import tiny_config
@@ -137,6 +138,31 @@ def test_an_interrupt_inside_the_model_leaves_a_usable_text(
             list(chat.answer("def f("))
     assert chat.last.tokens == call - 1
     before = list(chat.ids)
+    "".join(chat.answer(""))
+    assert alone(tokenizer, before) == chat.ids[len(before) :]
+
+
+def test_an_interrupt_between_token_and_text_loses_that_token(
+    tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The cache then holds as much as the text, and something must be left to read."""
+    chat = Conversation(model(), tokenizer, greedy())
+    pushed = 0
+    push = StreamDecoder.push
+
+    def interrupted(self: StreamDecoder, ids: list[int]) -> str:
+        nonlocal pushed
+        pushed += 1
+        if pushed == 3:
+            raise KeyboardInterrupt
+        return push(self, ids)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(StreamDecoder, "push", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            list(chat.answer("def f("))
+    before = list(chat.ids)
+    assert chat.cache.uniform == len(before)
     "".join(chat.answer(""))
     assert alone(tokenizer, before) == chat.ids[len(before) :]
 
