@@ -2,7 +2,7 @@
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
-# pip builds torch's CPU wheel choice from what is already installed or on the index; override for a GPU build.
+# pip takes whatever build its index offers, and keeps one that is installed; name another to override it.
 TORCH ?= torch>=2.11,<2.14
 
 .PHONY: demo test lint format setup clean

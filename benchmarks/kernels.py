@@ -1,6 +1,6 @@
 """Time the operators on one Hopper GPU beside public kernels and beside the chip's limit.
 
-    python benchmarks/kernels.py [--only mla,topk,index,select,moe] [--json FILE]
+    python benchmarks/kernels.py [--only mla,topk,index,select,moe] [--sweep] [--json FILE]
 
 Each implementation is checked against an fp32 oracle on fresh random inputs, then timed by CUDA-graph replays over
 rotated inputs that together exceed the L2 cache; the table gives the median per call in microseconds. Floors are the

@@ -3,7 +3,7 @@
     python examples/train_nano.py                      the Python standard library; about half an hour on two cores
     python examples/train_nano.py DIRECTORY --tiny     any directory of text, at a size for a quick look
 
-What `glm5 pretrain` and `glm5 sparsify` add to this: resumption, options, near-duplicates removed, a report.
+What `glm5 pretrain` and `glm5 sparsify` add to this: resumption, options, copies of held-out text removed.
 Read next: `glm5.train.loop`.
 """
 

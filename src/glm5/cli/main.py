@@ -1,8 +1,8 @@
 """`glm5 COMMAND ...`: find the command, import it alone, and turn what goes wrong into one line and a status.
 
 Nothing heavy is imported here: `glm5 --help` must answer at once, and torch takes a second. Status 0 is success,
-2 a mistake that the user can mend, 130 an interrupt; a bug keeps its traceback and has status 1. Read next: the
-module of any command in `COMMANDS`.
+2 a mistake that the user can mend, 130 an interrupt, 141 a reader that has gone; a bug keeps its traceback and has
+status 1. Read next: the module of any command in `COMMANDS`.
 """
 
 from __future__ import annotations
@@ -97,7 +97,7 @@ def _help() -> str:
         "GLM-5, whole and readable: from a laptop's CPU to a GPU cluster.\n\n"
         f"commands:\n{rows}\n\n"
         "`glm5 COMMAND --help` lists a command's options. Every option of a run is a field of its configuration:\n"
-        "`--config FILE` reads a saved one, and `--optim.lr 1e-3` overrides a field by its dotted name.\n"
+        "`--config FILE` reads a saved one, and `--train.lr.peak 1e-3` overrides a field by its dotted name.\n"
         "Start with `glm5 demo`."
     )
 

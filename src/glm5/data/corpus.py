@@ -2,8 +2,7 @@
 
 Nothing disappears in silence: every file or line is either a document or counted under the reason why not, and
 the two sums agree. Documents come out in the order of their ids, so that a corpus is a function of its files and
-not of a directory listing. Source: report section 2.2 for what is done at scale; seeds ask for real text that is
-always at hand. Read next: `filters`, then `packing`.
+not of a directory listing. Source: report section 2.2 for what is done at scale. Read next: `filters`, then `packing`.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """The shape of a GLM-5: one frozen dataclass that reads and writes the public `config.json`.
 
-Sources: the published config of GLM-5 and Table 10 of the report. Field names are the public ones, so that a
-checkpoint's `config.json` is this class and nothing more. This module needs no torch. Read next: `presets`,
+Sources: the published config of GLM-5 and Table 10 of the report. Field names are the public ones, and two are ours:
+`attention`, for the report's comparisons, and `latent_norm_eps`. This module needs no torch. Read next: `presets`,
 then `glm5`.
 """
 

@@ -1,7 +1,6 @@
 """Text, one token at a time: prefill in chunks, then decode from the cache, plainly or with MTP drafts.
 
-For one sequence, on any device, with nothing but the model; `glm5.serve` batches many. Read next: `speculate`,
-`sampling`.
+For one sequence, on any device, with nothing but the model. Read next: `speculate`, `sampling`.
 """
 
 from __future__ import annotations

@@ -22,8 +22,8 @@ class Trace:
         replay: per layer, selected_BTK to use in place of the indexer's own choice (-1 pads).
         scores: also record index scores. This makes full [B, T, S] tensors: for short inputs only.
 
-    After a pass: `hidden` (embeddings, then each layer's output, then the normed last), `selected` and `scores`
-    per layer that has an indexer, `router` (logits, weights, experts) per MoE layer.
+    After a pass: `hidden` (embeddings, then each layer's output, then the normed last), `selected` and
+    `index_scores` per layer that has an indexer, `router` (logits, weights, experts) per MoE layer.
     """
 
     replay: Sequence[Tensor] | None = None

@@ -1,4 +1,5 @@
-"""Training: schedules, losses, the optimizer, checkpoints, and the loop that joins them.
+"""Training: schedules, losses, the optimizer, checkpoints, the loop that joins them, and whole stages made of it.
 
-Read `schedule`, `losses`, `optim` and `checkpoint` first (each stands alone), then the loop.
+Read `schedule`, `losses`, `optim` and `checkpoint` first (each stands alone), then `loop`; then `pretrain`, `sparsify`
+and `reproduce`, which are what the commands run.
 """

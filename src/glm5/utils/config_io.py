@@ -1,7 +1,7 @@
 """Frozen dataclasses to JSON and back, and their fields on the command line by dotted name.
 
 A run saves its resolved configuration and can be started again from it: `glm5 pretrain --config run.json
---optim.lr 1e-3` reads the file, then overrides one field. A file that has an unknown field or a value of the wrong
+--train.lr.peak 1e-3` reads the file, then overrides one field. A file that has an unknown field or a value of the wrong
 type is refused by the field's dotted name; nothing is guessed. Read next: `runlog`, which writes `config.json`.
 """
 

@@ -1,7 +1,7 @@
 """A report as one HTML file: text, tables and line charts, readable without a network, a script or a font.
 
 The charts are SVG written here; colours come from CSS variables, so the page follows the reader's light or dark mode.
-Read next: `glm5.cli.demo`, which writes its `report.html` with this.
+Read next: `glm5.cli.demo_report`, which writes the demo's `report.html` with this.
 """
 
 from __future__ import annotations

@@ -81,7 +81,7 @@ class Progress:
         self.console.print(Text(text), soft_wrap=True)  # paths stay whole
 
     def eta_s(self) -> float | None:
-        """Seconds left at this session's rate; None before its first step is done."""
+        """Seconds left at the rate since this start; None before its first step is done."""
         done = self._step - self.start
         if done <= 0:
             return None

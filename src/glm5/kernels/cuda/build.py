@@ -42,7 +42,7 @@ def available() -> tuple[bool, str]:
 
 @functools.cache
 def library() -> ctypes.CDLL:
-    """The compiled kernels. First use on a machine compiles, about 15 seconds.
+    """The compiled kernels. First use on a machine compiles, about 20 seconds on 16 cores.
 
     Raises:
         KernelBuildError: no nvcc, or it failed; the message ends with its output.
@@ -72,7 +72,7 @@ def check(status: int, what: str) -> None:
 def _compile(here: Path, target: Path) -> None:
     nvcc = _nvcc()
     if nvcc is None:
-        raise KernelBuildError("nvcc was not found; put it on PATH or set CUDA_HOME")
+        raise KernelBuildError("nvcc was not found", "Put it on PATH or set CUDA_HOME")
     target.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=target.parent) as folder:
         # One compiler per source, side by side; then one link.

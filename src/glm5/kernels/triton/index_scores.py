@@ -146,8 +146,8 @@ def index_select(
 ) -> Tensor:
     """Score and select tile by tile of queries: int32 [B, T, min(k, S)], ascending, -1 padded.
 
-    Scores of at most `tile_bytes` exist at a time, in one buffer that the tiles share. `topk(scores, k, first, last)`
-    is a stable top-k that reads only the slots inside the bounds; `scores` is called like `index_scores`.
+    Scores of at most `tile_bytes` exist at a time. `topk(scores, k, first, last)` is a stable top-k that reads only the
+    slots inside the bounds; `scores` is called like `index_scores`.
     """
     batch, queries = first_BT.shape
     slots = k_BSI.shape[1]
@@ -158,5 +158,6 @@ def index_select(
         first, last = first_BT[:, part].contiguous(), last_BT[:, part].contiguous()
         scored = scores(q_BTJI[:, part], w_BTJ[:, part], k_BSI, first, last, fill=False)
         chosen = topk(scored.flatten(0, 1), k, first.flatten(), last.flatten())
+        del scored  # so that the next tile's take its place
         picked[:, part] = chosen.view(batch, -1, chosen.shape[-1])
     return picked
