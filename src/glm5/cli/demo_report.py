@@ -29,8 +29,7 @@ def summarise(
     from glm5.ledger.memory import cache_bytes
     from glm5.model.cache import Cache
 
-    cache = Cache(config, capacity=1)
-    held = sum(t.shape[-1] * t.element_size() for layer in cache.layers for t in layer)
+    held = Cache(config, capacity=1).nbytes(used=False)
     counted = cache_bytes(config, "fp32").total * config.num_cache_layers
     mean = {name: sum(layers) / len(layers) for name, layers in recall.items()}
     total = sum(times.values())

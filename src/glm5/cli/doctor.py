@@ -11,7 +11,6 @@ import json
 import os
 import platform
 import shutil
-import sys
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -230,7 +229,3 @@ def _show_rich(console: Console, machine: Rows, operators: list[tuple[str, str, 
     console.print(grid)
     console.print()
     console.print(table)
-
-
-if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))

@@ -19,14 +19,15 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from glm5.ledger.claims import Row
+from glm5.ledger.claims import Row, Verdict
 from glm5.ledger.devices import device
 from glm5.ledger.disputes import MEASURED, WORDS
-from glm5.ledger.memory import Layout
+from glm5.ledger.memory import CachePrecision, Layout, Precision
 from glm5.ledger.plan import Plan, StagePlan, Work, plan
 from glm5.ledger.table import as_json, is_published, ledger, tally
 from glm5.model.config import ModelConfig
 from glm5.model.presets import PRESETS, VARIANTS
+from glm5.utils.config_io import parse
 from glm5.utils.errors import ConfigError, UserError
 
 
@@ -50,7 +51,7 @@ class LedgerOptions:
     """Tokens of a sequence. Default: all positions of the configuration."""
     json: bool = False
     """Print JSON."""
-    only: Annotated[Literal["exact", "consistent", "conflict", "not computable"] | None, _opt("VERDICT")] = None
+    only: Annotated[Verdict | None, _opt("VERDICT")] = None
     """Show only the rows with this verdict: exact, consistent, conflict or "not computable"."""
 
     fit: Annotated[str | None, _opt("DEVICE")] = None
@@ -67,9 +68,9 @@ class LedgerOptions:
     """Data parallel ranks."""
     batch: int = 1
     """Sequences in flight over all data parallel ranks, or per training step."""
-    dtype: Annotated[Literal["fp32", "bf16", "fp8", "w4a8"] | None, _opt("fp32 | bf16 | fp8 | w4a8")] = None
+    dtype: Annotated[Precision | None, _opt("fp32 | bf16 | fp8 | w4a8")] = None
     """Precision of the weights. Default: the configuration's."""
-    cache_dtype: Annotated[Literal["fp32", "bf16", "fp8"] | None, _opt("fp32 | bf16 | fp8")] = None
+    cache_dtype: Annotated[CachePrecision | None, _opt("fp32 | bf16 | fp8")] = None
     """Precision of the cache. Default: fp32 with fp32 weights, else bf16."""
     training: bool = False
     """Plan a training step in place of serving."""
@@ -86,8 +87,7 @@ _PLANNING = "tp ep pp cp dp batch dtype cache_dtype training no_mtp chunk utiliz
 
 def main(argv: list[str]) -> int:
     """Parse `argv` (without the command's name) and run. Returns the exit status."""
-    options = tyro.cli(LedgerOptions, args=argv, prog="glm5 ledger", config=(tyro.conf.FlagCreatePairsOff,))
-    return run(options)
+    return run(parse(LedgerOptions, argv, prog="glm5 ledger", config_option=False))
 
 
 def run(options: LedgerOptions) -> int:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import math
 import shutil
-import sys
 import time
 from collections.abc import Sequence
 from contextlib import suppress
@@ -193,7 +192,3 @@ def _line(start: tuple[int, int], end: tuple[int, int]) -> list[tuple[int, int]]
         )
         for i in range(steps + 1)
     ]
-
-
-if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
