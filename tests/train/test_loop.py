@@ -68,6 +68,8 @@ def test_gradients_do_not_depend_on_micro_batches(
             tmp_path, data, stage=stage, micro_batch=micro_batch, mtp_share=share, balance_weight=0.3, clip=1e9
         )
         found.append(gradients(of, monkeypatch))
+        # No trainable parameter is left out, whatever shares it: norms, embedding and head serve the MTP block, too.
+        assert set(found[-1]) == {n for n, p in of.model.named_parameters() if p.requires_grad}
     for other in found[1:]:
         close(found[0], other)
 
