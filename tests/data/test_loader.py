@@ -221,6 +221,14 @@ def test_reopening_at_another_length_gives_the_same_text(dataset: TokenDataset) 
     assert len(joined(dataset.batches(7))) == dataset.rows
 
 
+def test_the_first_rows_alone(dataset: TokenDataset) -> None:
+    whole = joined(dataset.batches(4))
+    for most in (1, 4, 6, dataset.rows + 5):
+        found = joined(dataset.batches(4, most))
+        assert len(found) == min(most, dataset.rows)
+        assert all(np.array_equal(a, b) for a, b in zip(found, whole, strict=False))
+
+
 # ------------------------------------------------------------------------------------------------ errors
 def test_ids_outside_the_models_vocabulary(dataset: TokenDataset, tmp_path: Path) -> None:
     highest = max(ord(c) + 3 for d in corpus() for c in d.text)

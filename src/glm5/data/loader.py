@@ -128,6 +128,11 @@ class TokenDataset:
         """Bytes of text in all documents, which is also the sum of `num_bytes_BT` over all rows."""
         return int(self.store.text_bytes.sum())
 
+    @property
+    def bytes_per_token(self) -> float:
+        """Bytes of text for each token that is predicted: what turns a loss into bits per byte."""
+        return self.text_bytes / (self.store.tokens - self.store.prefix_length * len(self.store.names))
+
     def batch(self, rows: Sequence[int] | NDArray[np.int64]) -> Batch:
         """These rows, in this order.
 
@@ -155,10 +160,11 @@ class TokenDataset:
         num_bytes_BT = np.where(weight_BT > 0, self.store.token_bytes[target_BT], 0).astype(np.int32)
         return Batch(ids_BS, document_BS, loss_BS, first_BT, position_BT, num_bytes_BT)
 
-    def batches(self, count: int) -> Iterator[Batch]:
-        """All rows once, in order, `count` at a time (the last batch may be smaller): for evaluation."""
-        for start in range(0, self.rows, count):
-            yield self.batch(range(start, min(start + count, self.rows)))
+    def batches(self, count: int, max_rows: int | None = None) -> Iterator[Batch]:
+        """For evaluation: all rows once, or the first `max_rows`, in order, `count` at a time (or what is left)."""
+        rows = self.rows if max_rows is None else min(max_rows, self.rows)
+        for start in range(0, rows, count):
+            yield self.batch(range(start, min(start + count, rows)))
 
 
 class Loader:

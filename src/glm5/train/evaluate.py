@@ -2,7 +2,7 @@
 
 Bits per byte counts every byte of every document once, whatever the tokenizer, so models and compressors compare.
 Recall is the share of the dense attention's mass, averaged over heads and queries, that lies on the indexer's top-k.
-Read next: `loop`, `glm5.model.speculate`.
+Read next: `rows`, `glm5.model.speculate`.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from glm5.kernels.cross_entropy import linear_logprobs
 from glm5.model.glm5 import GLM5
 from glm5.model.speculate import SpeculationStats
 from glm5.model.trace import Aux
-from glm5.train.loop import Rows
+from glm5.train.rows import Rows
 
 
 @dataclass(frozen=True)
@@ -51,9 +51,7 @@ def held_out(
 ) -> HeldOut:
     """Loss of the next token over a dataset's rows (all, or the first `max_rows`)."""
     nats, tokens, size, correct = 0.0, 0, 0, 0
-    rows = dataset.rows if max_rows is None else min(max_rows, dataset.rows)
-    for start in range(0, rows, rows_at_once):
-        batch = dataset.batch(range(start, min(start + rows_at_once, rows)))
+    for batch in dataset.batches(rows_at_once, max_rows):
         on = Rows.of(batch, model.device)
         hidden_BTD = model.hidden(on.input_BT, documents=on.documents_BT, sparse=sparse)
         target_BT, weight_BT = (torch.from_numpy(x).to(model.device) for x in batch.targets(1))
@@ -76,8 +74,7 @@ def indexer_recall(model: GLM5, dataset: TokenDataset, *, rows_at_once: int = 8,
     topk = model.config.index_topk
     sums = [0.0] * model.config.num_hidden_layers
     queries = 0
-    for start in range(0, min(max_rows, dataset.rows), rows_at_once):
-        batch = dataset.batch(range(start, min(start + rows_at_once, max_rows, dataset.rows)))
+    for batch in dataset.batches(rows_at_once, max_rows):
         on = Rows.of(batch, model.device)
         aux = Aux(indexer=True)
         model.hidden(on.input_BT, documents=on.documents_BT, sparse=False, aux=aux)

@@ -3,7 +3,7 @@
 A step is: rows from the loader; per micro-batch a forward pass, its summed losses divided by the whole step's counts,
 and a backward pass; then clip, update, router bias. Everything that a step depends on is in the checkpoint (weights,
 optimizer, number of samples, random state), so a run that was killed ends in the same bytes as one that was not.
-Sources: report sections 2.1 to 2.3. Read next: `optim`, `losses`, `checkpoint`.
+Sources: report sections 2.1 to 2.3. Read next: `rows`, `optim`, `losses`, `checkpoint`.
 """
 
 from __future__ import annotations
@@ -12,16 +12,13 @@ import math
 import resource
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from glm5.data.loader import Batch, Loader, TokenDataset
-from glm5.data.packing import first_and_positions
-from glm5.model.config import ModelConfig
+from glm5.data.loader import Loader
 from glm5.model.glm5 import GLM5
 from glm5.model.moe import Router
 from glm5.model.trace import Aux
@@ -31,90 +28,15 @@ from glm5.train.config import TrainConfig
 from glm5.train.losses import language_model_loss, router_bias_update
 from glm5.train.optim import MuonSplit, clip_grad_norm, first_nonfinite, parameter_roles
 from glm5.train.random_state import capture_random_state, restore_random_state, seed_random_state
+from glm5.train.rows import Rows, check_stage
 from glm5.train.stopping import stop_requests
 from glm5.train.totals import Counts, IndexerFigures, Totals, weighted
-from glm5.utils.errors import CheckpointError, ConfigError, DataError, NumericalError, UserError
+from glm5.utils.errors import CheckpointError, NumericalError, UserError
 from glm5.utils.progress import Progress
 from glm5.utils.runlog import RunLog
 
 # Fields that a resumed run may change: they decide how long and how chatty, not what is computed.
 MAY_DIFFER = ("train.log_every", "train.save_every", "train.keep")
-
-
-@dataclass(frozen=True)
-class Rows:
-    """A micro-batch on the device. T queries, S = T + ahead slots; see `glm5.data.loader.Batch`."""
-
-    ids_BS: Tensor
-    document_BS: Tensor
-    loss_BS: Tensor
-    first_BS: Tensor
-    plain: bool
-    valid_BT: Tensor
-    tokens: int
-
-    @classmethod
-    def of(cls, batch: Batch, device: torch.device) -> Rows:
-        first_BS = torch.from_numpy(first_and_positions(batch.document_BS)[0]).long()
-        valid_BT = torch.from_numpy(batch.document_BS[:, : batch.seq_len] >= 0)
-        return cls(
-            torch.from_numpy(batch.ids_BS).to(device),
-            torch.from_numpy(batch.document_BS).to(device),
-            torch.from_numpy(batch.loss_BS).to(device),
-            first_BS.to(device),
-            bool((first_BS == 0).all()),
-            valid_BT.to(device),
-            int(batch.targets(1)[1].sum()),
-        )
-
-    @property
-    def input_BT(self) -> Tensor:
-        return self.ids_BS[:, : self.valid_BT.shape[1]]
-
-    @property
-    def documents_BS(self) -> Tensor | None:
-        """The slot where each slot's document begins, for `mtp_hidden`; None if all rows are of one document.
-
-        Such rows are plainly causal, the fused kernel's case. Rows with padding are not, since the indexer's loss
-        counts every query that sees a key.
-        """
-        return None if self.plain else self.first_BS
-
-    @property
-    def documents_BT(self) -> Tensor | None:
-        """The same for `hidden`, of the queries."""
-        return None if self.plain else self.first_BS[:, : self.valid_BT.shape[1]]
-
-    def head(self, rows: int) -> Rows:
-        """The first so many rows."""
-        ids, document, loss = self.ids_BS[:rows], self.document_BS[:rows], self.loss_BS[:rows]
-        return Rows(ids, document, loss, self.first_BS[:rows], self.plain, self.valid_BT[:rows], 0)
-
-
-def check_stage(config: TrainConfig, model: ModelConfig, dataset: TokenDataset) -> None:
-    """Whether a stage can train such a model on such rows.
-
-    Raises:
-        ConfigError: options contradict each other, the model or the dataset. DataError: ids outside the vocabulary.
-    """
-    if config.mtp_depths and not model.num_nextn_predict_layers:
-        raise ConfigError("mtp_depths", config.mtp_depths, "this model has no MTP block: give 0")
-    if config.mtp_depths >= dataset.ahead:
-        raise ConfigError("mtp_depths", config.mtp_depths, f"the dataset keeps {dataset.ahead} tokens ahead")
-    if config.trains_indexer and model.attention != "mla":
-        raise ConfigError("stage", config.stage, "a GQA model has no indexer to train")
-    if dataset.seq_len > model.max_position_embeddings:
-        rule = f"must be at most max_position_embeddings={model.max_position_embeddings}"
-        raise ConfigError("seq_len", dataset.seq_len, rule)
-    if config.sparse and dataset.seq_len <= model.index_topk:
-        rule = f"must exceed index_topk={model.index_topk}: no query of the sparse stage would leave anything out"
-        raise ConfigError("seq_len", dataset.seq_len, rule)
-    if dataset.store.max_id >= model.vocab_size:
-        raise DataError(
-            f"the tokens in {dataset.store.directory} hold id {dataset.store.max_id}, outside the model's vocabulary "
-            f"of {model.vocab_size}",
-            "Tokenize the corpus with the model's own tokenizer, or enlarge the model's vocab_size",
-        )
 
 
 class Trainer:

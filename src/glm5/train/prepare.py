@@ -64,9 +64,8 @@ class Prepared:
 
     @property
     def bytes_per_token(self) -> float:
-        """Bytes of training text for each predicted token: what turns its loss into bits per byte."""
-        store = self.training.store
-        return self.training.text_bytes / (store.tokens - store.prefix_length * len(store.names))
+        """Of the training text; see `TokenDataset`."""
+        return self.training.bytes_per_token
 
 
 def collect(config: TextConfig) -> Corpus:

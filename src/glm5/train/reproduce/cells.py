@@ -36,12 +36,6 @@ class Text:
     training: TokenDataset
     held_out: TokenDataset
 
-    @property
-    def bytes_per_token(self) -> float:
-        """Bytes of training text for each token that is predicted."""
-        store = self.training.store
-        return self.training.text_bytes / (store.tokens - store.prefix_length * len(store.names))
-
     def prompts(self, count: int) -> list[list[int]]:
         """Beginnings of up to `count` held-out documents, spread over them, of half a row at most."""
         store = self.held_out.store
@@ -179,7 +173,7 @@ class Lab:
             model.to(self.device),
             Loader(training, cell.train.seed, cell.model.vocab_size),
             self.directory / cell.name,
-            bytes_per_token=self.text.bytes_per_token,
+            bytes_per_token=training.bytes_per_token,
         )
         trainer.run(resolved=cell, title=cell.name, on_step=None if watch is None else watch(cell))
         return trainer

@@ -22,11 +22,12 @@ from glm5.model.glm5 import GLM5
 from glm5.model.presets import glm5, gqa_8, mla_192, mla_256
 from glm5.model.trace import Aux
 from glm5.train.evaluate import held_out
-from glm5.train.loop import Rows, Trainer
+from glm5.train.loop import Trainer
 from glm5.train.reproduce import published
 from glm5.train.reproduce.cells import Cell, Lab, Measured, by_seed
 from glm5.train.reproduce.outcome import Chart, Column, Comparison, ReportTable, Row
 from glm5.train.reproduce.verdict import Claim, judge
+from glm5.train.rows import Rows
 from glm5.utils.files import read_json, write_json
 
 # The report's name of a variant -> its directory's, the model, and whether Muon is split by heads.

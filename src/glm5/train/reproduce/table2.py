@@ -17,12 +17,12 @@ from glm5.data.loader import TokenDataset
 from glm5.model.glm5 import GLM5
 from glm5.model.speculate import SpeculationStats
 from glm5.train.evaluate import held_out
-from glm5.train.loop import Rows
 from glm5.train.losses import language_model_loss
 from glm5.train.reproduce import published
 from glm5.train.reproduce.cells import Cell, Lab, Measured, by_seed
 from glm5.train.reproduce.outcome import Chart, Column, Comparison, ReportTable, Row
 from glm5.train.reproduce.verdict import Claim, judge
+from glm5.train.rows import Rows
 
 ONE, THREE = published.TABLE2
 # The report's row -> the variant's directory, and the depths that train.
@@ -150,9 +150,8 @@ def compare(lab: Lab, seeds: Sequence[int]) -> Comparison:
 def depth_losses(model: GLM5, dataset: TokenDataset, *, max_rows: int, rows_at_once: int = 8) -> list[float]:
     """Held-out nats per token of MTP depths 1, 2, 3, given the text's own tokens, with dense attention."""
     sums, tokens = torch.zeros(len(DEPTHS), dtype=torch.float64), torch.zeros(len(DEPTHS), dtype=torch.float64)
-    count = min(max_rows, dataset.rows)
-    for start in range(0, count, rows_at_once):
-        on = Rows.of(dataset.batch(range(start, min(start + rows_at_once, count))), model.device)
+    for batch in dataset.batches(rows_at_once, max_rows):
+        on = Rows.of(batch, model.device)
         trunk_BTD = model.hidden(on.input_BT, documents=on.documents_BT, sparse=False)
         depths = model.mtp_hidden(trunk_BTD, on.ids_BS, DEPTHS[-1], documents=on.documents_BS, sparse=False)
         lm = language_model_loss([trunk_BTD, *depths], model.lm_head.weight, on.ids_BS, on.document_BS, on.loss_BS)

@@ -21,11 +21,11 @@ from glm5.kernels.cross_entropy import linear_logprobs
 from glm5.model.glm5 import GLM5
 from glm5.train.config import LearningRate
 from glm5.train.evaluate import indexer_recall
-from glm5.train.loop import Rows
 from glm5.train.reproduce import published
 from glm5.train.reproduce.cells import Cell, Lab, Measured, by_seed
 from glm5.train.reproduce.outcome import Chart, Column, Comparison, ReportTable, Row
 from glm5.train.reproduce.verdict import Claim, Verdict, judge
+from glm5.train.rows import Rows
 from glm5.utils.errors import ConfigError, DataError
 
 DENSE, WARMUP, SPARSE = published.TABLE6
@@ -200,9 +200,7 @@ def bits_by_context(
         DataError: no held-out document is long enough for one of the buckets.
     """
     nats, size = np.zeros(len(edges)), np.zeros(len(edges))
-    count = min(max_rows, dataset.rows)
-    for start in range(0, count, rows_at_once):
-        batch = dataset.batch(range(start, min(start + rows_at_once, count)))
+    for batch in dataset.batches(rows_at_once, max_rows):
         on = Rows.of(batch, model.device)
         hidden_BTD = model.hidden(on.input_BT, documents=on.documents_BT, sparse=sparse)
         target_BT, weight_BT = batch.targets(1)

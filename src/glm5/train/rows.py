@@ -1,0 +1,93 @@
+"""What a step reads: rows of packed documents on the device, and whether a stage can train a model on them.
+
+Read next: `loop`; `glm5.data.packing` for what a row is.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from glm5.data.loader import Batch, TokenDataset
+from glm5.data.packing import first_and_positions
+from glm5.model.config import ModelConfig
+from glm5.train.config import TrainConfig
+from glm5.utils.errors import ConfigError, DataError
+
+
+@dataclass(frozen=True)
+class Rows:
+    """A micro-batch on the device. T queries, S = T + ahead slots; see `glm5.data.loader.Batch`."""
+
+    ids_BS: Tensor
+    document_BS: Tensor
+    loss_BS: Tensor
+    first_BS: Tensor
+    plain: bool
+    valid_BT: Tensor
+    tokens: int
+
+    @classmethod
+    def of(cls, batch: Batch, device: torch.device) -> Rows:
+        first_BS = torch.from_numpy(first_and_positions(batch.document_BS)[0]).long()
+        valid_BT = torch.from_numpy(batch.document_BS[:, : batch.seq_len] >= 0)
+        return cls(
+            torch.from_numpy(batch.ids_BS).to(device),
+            torch.from_numpy(batch.document_BS).to(device),
+            torch.from_numpy(batch.loss_BS).to(device),
+            first_BS.to(device),
+            bool((first_BS == 0).all()),
+            valid_BT.to(device),
+            int(batch.targets(1)[1].sum()),
+        )
+
+    @property
+    def input_BT(self) -> Tensor:
+        return self.ids_BS[:, : self.valid_BT.shape[1]]
+
+    @property
+    def documents_BS(self) -> Tensor | None:
+        """The slot where each slot's document begins, for `mtp_hidden`; None if all rows are of one document.
+
+        Such rows are plainly causal, the fused kernel's case. Rows with padding are not, since the indexer's loss
+        counts every query that sees a key.
+        """
+        return None if self.plain else self.first_BS
+
+    @property
+    def documents_BT(self) -> Tensor | None:
+        """The same for `hidden`, of the queries."""
+        return None if self.plain else self.first_BS[:, : self.valid_BT.shape[1]]
+
+    def head(self, rows: int) -> Rows:
+        """The first so many rows."""
+        ids, document, loss = self.ids_BS[:rows], self.document_BS[:rows], self.loss_BS[:rows]
+        return Rows(ids, document, loss, self.first_BS[:rows], self.plain, self.valid_BT[:rows], 0)
+
+
+def check_stage(config: TrainConfig, model: ModelConfig, dataset: TokenDataset) -> None:
+    """Whether a stage can train such a model on such rows.
+
+    Raises:
+        ConfigError: options contradict each other, the model or the dataset. DataError: ids outside the vocabulary.
+    """
+    if config.mtp_depths and not model.num_nextn_predict_layers:
+        raise ConfigError("mtp_depths", config.mtp_depths, "this model has no MTP block: give 0")
+    if config.mtp_depths >= dataset.ahead:
+        raise ConfigError("mtp_depths", config.mtp_depths, f"the dataset keeps {dataset.ahead} tokens ahead")
+    if config.trains_indexer and model.attention != "mla":
+        raise ConfigError("stage", config.stage, "a GQA model has no indexer to train")
+    if dataset.seq_len > model.max_position_embeddings:
+        rule = f"must be at most max_position_embeddings={model.max_position_embeddings}"
+        raise ConfigError("seq_len", dataset.seq_len, rule)
+    if config.sparse and dataset.seq_len <= model.index_topk:
+        rule = f"must exceed index_topk={model.index_topk}: no query of the sparse stage would leave anything out"
+        raise ConfigError("seq_len", dataset.seq_len, rule)
+    if dataset.store.max_id >= model.vocab_size:
+        raise DataError(
+            f"the tokens in {dataset.store.directory} hold id {dataset.store.max_id}, outside the model's vocabulary "
+            f"of {model.vocab_size}",
+            "Tokenize the corpus with the model's own tokenizer, or enlarge the model's vocab_size",
+        )
