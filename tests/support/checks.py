@@ -231,16 +231,6 @@ def check_drafts(g: Golden) -> None:
         at += size
 
 
-def check_all(g: Golden) -> None:
-    """Every way of running the model, each at its cheapest."""
-    check_layers(g)
-    check_prefill(g)
-    k = g.config.index_topk
-    check_chunks(g, [k - 3, 5, k, 1, 1, 1])
-    check_decode(g, k + 4)
-    check_mtp(g)
-
-
 # --------------------------------------------------------------------------- bf16
 def visible_only(selected_BTK: Tensor, first_B: Tensor | None = None) -> Tensor:
     """The reference's positions as ours: int32, ascending, invisible fillers replaced by -1 at the end."""

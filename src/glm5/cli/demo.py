@@ -15,7 +15,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 
@@ -25,6 +25,10 @@ from glm5.train.config import LearningRate, TrainConfig
 from glm5.train.prepare import Prepared, TextConfig, collect, prepare
 from glm5.train.schedule import BatchWarmup
 from glm5.utils.files import write_json
+
+if TYPE_CHECKING:
+    from glm5.model.glm5 import GLM5
+    from glm5.train.loop import Trainer
 
 PROMPTS = (
     "def read_lines(path):\n    with open(path) as f:\n",
@@ -225,7 +229,7 @@ def held_out_prompts(recipe: Recipe, data: Prepared) -> tuple[list[list[int]], f
     return prompts, xz_bits_per_byte(documents)
 
 
-def train(config: TrainConfig, model: Any, data: Prepared, directory: Path, resolved: Recipe) -> Any:
+def train(config: TrainConfig, model: GLM5, data: Prepared, directory: Path, resolved: Recipe) -> Trainer:
     """One stage, from its newest checkpoint if there is one."""
     from glm5.data.loader import Loader
     from glm5.train.loop import Trainer

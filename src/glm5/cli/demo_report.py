@@ -7,21 +7,26 @@ from __future__ import annotations
 
 import time
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from glm5.utils.plots import Report
 from glm5.utils.runlog import describe_environment, read_metrics
 
+if TYPE_CHECKING:
+    from glm5.cli.demo import Recipe
+    from glm5.model.config import ModelConfig
+    from glm5.train.evaluate import Drafting
+
 
 def summarise(
-    recipe: Any,
-    config: Any,
+    recipe: Recipe,
+    config: ModelConfig,
     counts: dict[str, Any],
     xz: float,
     parameters: int,
     bits: dict[str, float],
     recall: dict[str, list[float]],
-    drafts: Any,
+    drafts: Drafting,
     completions: dict[str, str],
     times: dict[str, float],
 ) -> dict[str, Any]:

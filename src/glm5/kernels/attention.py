@@ -9,6 +9,7 @@ Read next: `indexer_loss`.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -257,7 +258,7 @@ def _mix(probs_BHtS: Tensor, v_BSGV: Tensor) -> Tensor:
     return out.view(batch, heads, queries, -1).transpose(1, 2)
 
 
-def _tiles(q: Tensor, visible: Visibility, selected: Tensor | None) -> Any:
+def _tiles(q: Tensor, visible: Visibility, selected: Tensor | None) -> Iterator[tuple[int, int, Visibility, Tensor]]:
     """Yield (start, stop, visibility, mask) of query tiles whose largest temporary stays within a tile."""
     batch, queries, heads, _ = q.shape
     per_query = batch * visible.slots * (1 if q.device.type == "cpu" else heads)

@@ -8,6 +8,7 @@ return by the inverse permutation, so that the sum over a token's experts has a 
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -135,7 +136,8 @@ class _Experts(torch.autograd.Function):
         return drows, dgate_up, ddown, None
 
 
-def _segments(counts: list[int]) -> Any:
+def _segments(counts: list[int]) -> Iterator[tuple[int, int, int]]:
+    """(expert, first row, past the last) of every expert that has rows."""
     start = 0
     for expert, count in enumerate(counts):
         if count:

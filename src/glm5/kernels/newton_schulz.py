@@ -20,7 +20,6 @@ COEFFICIENTS = (3.4445, -4.7750, 2.0315)
 def newton_schulz(
     m_BAB: Tensor,
     steps: int = 5,
-    coefficients: tuple[float, float, float] = COEFFICIENTS,
     dtype: torch.dtype | None = None,
     eps: float = 1e-7,
 ) -> Tensor:
@@ -29,7 +28,6 @@ def newton_schulz(
     Args:
         m_BAB: [..., A, B], any floating dtype; every leading dimension is a batch. It is not changed.
         steps: applications of the quintic.
-        coefficients: its a, b and c.
         dtype: of the iteration, `torch.float32` or `torch.bfloat16`; by default the input's own.
         eps: added to the Frobenius norm (taken in fp32) that scales the input. A matrix far below it, such as the
             stale momentum of an expert that no token reaches, fades to zero; a zero matrix stays exactly zero.
@@ -47,7 +45,7 @@ def newton_schulz(
         raise ValueError(f"newton_schulz iterates in a floating dtype, got {m_BAB.dtype} and dtype={dtype}")
     if m_BAB.numel() == 0:
         return m_BAB.to(dtype, copy=True)
-    a, b, c = coefficients
+    a, b, c = COEFFICIENTS
     rows, cols = m_BAB.shape[-2:]
     # The Gram matrix is cheapest on the short side.
     x = m_BAB.reshape(-1, rows, cols)

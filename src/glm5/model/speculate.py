@@ -23,6 +23,9 @@ from glm5.model.cache import Cache, DraftPlace
 from glm5.model.glm5 import GLM5
 from glm5.model.sampling import Sampling, draw
 
+# Tokens that may wait for the next draft's call: more are a prompt's chunk, whose call is better made at once.
+WAITING_AT_MOST = 16
+
 
 @dataclass
 class SpeculationStats:
@@ -66,7 +69,7 @@ def follow(model: GLM5, cache: Cache, hidden_1TD: Tensor, ids: list[int], *, spa
         place = DraftPlace(start, start, hidden_1TD[:, :0], ())
     waiting = torch.cat((place.hidden_1ND, hidden_1TD), dim=1)
     after = (*place.ids, *ids) if place.hidden_1ND.shape[1] else tuple(ids[1:])
-    if len(after) > 16:
+    if len(after) > WAITING_AT_MOST:
         next_ids = torch.tensor([after], device=model.device)
         model.draft_hidden(waiting[:, :-1], next_ids, cache, place.filled, first=place.first, sparse=sparse)
         place = DraftPlace(place.first, place.filled + len(after), waiting[:, -1:].clone(), ())

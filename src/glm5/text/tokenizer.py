@@ -98,13 +98,12 @@ class Tokenizer:
         self._byte_ids = [vocabulary[_CHARACTER_OF[byte]] for byte in range(256)]
 
     @classmethod
-    def train(cls, texts: Iterable[str], vocab_size: int, split: str = SPLIT) -> Tokenizer:
+    def train(cls, texts: Iterable[str], vocab_size: int) -> Tokenizer:
         """Learn a vocabulary from texts. The same texts in the same order give the same bytes on disk.
 
         Args:
             texts: the corpus. Read once.
             vocab_size: the number of ids, special tokens and the 256 bytes included.
-            split: the regular expression whose matches merges never leave.
 
         Raises:
             DataError: `vocab_size` has no room for merges, or the corpus is too small or uniform to fill it.
@@ -118,7 +117,7 @@ class Tokenizer:
         backend = Backend(models.BPE())
         backend.pre_tokenizer = pre_tokenizers.Sequence(
             [
-                pre_tokenizers.Split(Regex(split), behavior="isolated"),
+                pre_tokenizers.Split(Regex(SPLIT), behavior="isolated"),
                 pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
             ]
         )

@@ -16,8 +16,8 @@ import json
 import os
 import re
 import shutil
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -68,7 +68,7 @@ class Checkpoint:
     path: Path
     tensors: dict[str, dict[str, Tensor]]
     state: dict[str, Any]
-    warnings: tuple[str, ...] = field(default=())
+    warnings: tuple[str, ...] = ()
 
 
 class _Damage(Exception):
@@ -215,7 +215,7 @@ class CheckpointStore:
                 if path.exists():
                     warnings.append(f"passing over {path}: {damage}")
                 continue
-            return Checkpoint(**{**found, "warnings": tuple(warnings)})
+            return replace(found, warnings=tuple(warnings))
         if warnings:
             raise CheckpointError(
                 f"no whole checkpoint is left in {self.directory}: {'; '.join(warnings)}",
@@ -234,7 +234,7 @@ class CheckpointStore:
             steps = ", ".join(str(_order(p.name)[0]) for p in self.list()) or "none"
             raise CheckpointError(f"no checkpoint of step {step} in {self.directory}", f"There are: {steps}.")
         try:
-            return Checkpoint(**_read(paths[-1], device))
+            return _read(paths[-1], device)
         except _Damage as damage:
             raise CheckpointError(f"{paths[-1]} is damaged: {damage}", "Use another step, or a copy.") from None
 
@@ -255,7 +255,7 @@ def _free_name(path: Path) -> Path:
     return candidate
 
 
-def _write_file(path: Path, chunks: Any) -> dict[str, Any]:
+def _write_file(path: Path, chunks: Iterable[bytes | memoryview]) -> dict[str, Any]:
     """Write `chunks` (bytes-like) durably; returns the size and checksum of what was written."""
     digest, size = hashlib.sha256(), 0
     with file_errors(path, "write"), path.open("xb") as f:
@@ -287,7 +287,7 @@ def _write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> dict[str, Any]:
     head = json.dumps(header, separators=(",", ":")).encode()
     head += b" " * (-len(head) % 8)
 
-    def chunks() -> Any:
+    def chunks() -> Iterator[bytes | memoryview]:
         yield len(head).to_bytes(8, "little")
         yield head
         for name in names:
@@ -359,7 +359,7 @@ def _verify(path: Path) -> dict[str, Any]:
     return manifest
 
 
-def _read(path: Path, device: str | torch.device) -> dict[str, Any]:
+def _read(path: Path, device: str | torch.device) -> Checkpoint:
     manifest = _verify(path)
     state = json.loads(_read_bytes(path / "state.json").decode())
     tensors = {}
@@ -369,7 +369,7 @@ def _read(path: Path, device: str | torch.device) -> dict[str, Any]:
                 tensors[name.removesuffix(".safetensors")] = load_file(path / name, device=str(device))
             except OSError as e:
                 raise _as_damage(path / name, e) from e
-    return {"step": manifest["step"], "path": path, "tensors": tensors, "state": state}
+    return Checkpoint(manifest["step"], path, tensors, state)
 
 
 def _encode_state(state: Mapping[str, Any]) -> bytes:

@@ -27,7 +27,7 @@ __all__ = ["available", *_HOME]
 def available() -> tuple[bool, str]:
     """Whether these kernels can run here, and why or why not."""
     if importlib.util.find_spec("triton") is None:
-        return False, "triton is not installed (the `gpu` extra)"
+        return False, "triton is not installed: pip install 'glm5[gpu]'"
     if os.environ.get("TRITON_INTERPRET") == "1":
         return True, "Triton's interpreter"
     if not torch.cuda.is_available():
