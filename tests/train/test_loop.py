@@ -20,7 +20,8 @@ from glm5.model.glm5 import GLM5
 from glm5.model.trace import Aux
 from glm5.model.weights import load_model
 from glm5.train.checkpoint import CheckpointStore
-from glm5.train.loop import Rows, Trainer
+from glm5.train.loop import Trainer
+from glm5.train.rows import Rows
 from glm5.train.schedule import BatchWarmup
 from glm5.train.totals import Counts, Totals
 from glm5.utils.errors import ConfigError, DataError, NumericalError
