@@ -144,66 +144,74 @@ class ModelConfig:
             "num_experts_per_tok n_group topk_group"
         ).split()
         for name in positive:
-            self._check(name, lambda v: _is_int(v) and v > 0, "must be a positive integer")
+            value = getattr(self, name)
+            self._check(name, _is_int(value) and value > 0, "must be a positive integer")
         for name in ("first_k_dense_replace", "num_nextn_predict_layers", "n_shared_experts"):
-            self._check(name, lambda v: _is_int(v) and v >= 0, "must be an integer of at least 0")
+            value = getattr(self, name)
+            self._check(name, _is_int(value) and value >= 0, "must be an integer of at least 0")
         for name in "rms_norm_eps latent_norm_eps rope_theta routed_scaling_factor initializer_range".split():
-            self._check(name, lambda v: _is_number(v) and v > 0, "must be a positive number")
+            value = getattr(self, name)
+            self._check(name, _is_number(value) and value > 0, "must be a positive number")
         for name in ("attention_bias", "tie_word_embeddings", "norm_topk_prob"):
-            self._check(name, lambda v: isinstance(v, bool), "must be true or false")
-        self._check("num_nextn_predict_layers", lambda v: v <= 1, "GLM-5 stores at most one, shared MTP block")
-        self._check("attention", lambda v: v in ("mla", "gqa"), "must be 'mla' or 'gqa'")
-        self._check("qk_rope_head_dim", lambda v: v % 2 == 0, "must be even: RoPE rotates pairs")
-        self._check(
-            "index_head_dim",
-            lambda v: v >= self.qk_rope_head_dim,
-            f"must be at least qk_rope_head_dim={self.qk_rope_head_dim}, which the indexer rotates",
-        )
-        heads = self.num_attention_heads
-        self._check("num_key_value_heads", lambda v: heads % v == 0, f"must divide num_attention_heads={heads}")
+            self._check(name, isinstance(getattr(self, name), bool), "must be true or false")
+        mtp, rotary, index = self.num_nextn_predict_layers, self.qk_rope_head_dim, self.index_head_dim
+        self._check("num_nextn_predict_layers", mtp <= 1, "GLM-5 stores at most one, shared MTP block")
+        self._check("attention", self.attention in ("mla", "gqa"), "must be 'mla' or 'gqa'")
+        self._check("qk_rope_head_dim", rotary % 2 == 0, "must be even: RoPE rotates pairs")
+        rule = f"must be at least qk_rope_head_dim={rotary}, which the indexer rotates"
+        self._check("index_head_dim", index >= rotary, rule)
+        heads, groups = self.num_attention_heads, self.num_key_value_heads
+        self._check("num_key_value_heads", heads % groups == 0, f"must divide num_attention_heads={heads}")
         if self.attention == "mla":
             # Derived in MLA (releases differ in what they print here); GQA alone reads it.
-            object.__setattr__(self, "head_dim", self.qk_rope_head_dim)
-            self._check("num_key_value_heads", lambda v: v == heads, f"MLA has one per head: {heads}")
+            object.__setattr__(self, "head_dim", rotary)
+            self._check("num_key_value_heads", groups == heads, f"MLA has one per head: {heads}")
         else:
-            self._check("head_dim", lambda v: v % 2 == 0, "must be even: RoPE rotates pairs")
-            rotary = self.qk_rope_head_dim
-            self._check("head_dim", lambda v: v >= rotary, f"must be at least qk_rope_head_dim={rotary}")
-        experts = self.n_routed_experts
-        self._check("num_experts_per_tok", lambda v: v <= experts, f"must be at most n_routed_experts={experts}")
-        self._check("n_group", lambda v: experts % v == 0, f"must divide n_routed_experts={experts}")
-        self._check("topk_group", lambda v: v <= self.n_group, f"must be at most n_group={self.n_group}")
-        if self.n_group > 1:
-            per_group = experts // self.n_group
-            self._check("n_group", lambda v: per_group >= 2, "each group needs at least 2 experts")
-            fits = self.topk_group * per_group >= self.num_experts_per_tok
-            self._check("topk_group", lambda v: fits, "the kept groups hold fewer experts than num_experts_per_tok")
-        if self.mlp_layer_types is not None:
-            self._check("mlp_layer_types", lambda v: isinstance(v, list | tuple), "must be a list")
-            object.__setattr__(self, "mlp_layer_types", tuple(self.mlp_layer_types))
-            n = self.num_hidden_layers
-            self._check("mlp_layer_types", lambda v: len(v) == n, f"must list num_hidden_layers={n} entries")
-            kinds_ok = all(kind in ("dense", "sparse") for kind in self.mlp_layer_types)
-            self._check("mlp_layer_types", lambda v: kinds_ok, "entries are 'dense' or 'sparse'")
-        given: Any = self.eos_token_id
-        eos_ok = given is None or _is_int(given) or isinstance(given, list | tuple)
-        self._check("eos_token_id", lambda v: eos_ok, "must be one id, or a list of ids")
-        eos: tuple[int, ...] = (given,) if _is_int(given) else tuple(given or ())
-        object.__setattr__(self, "eos_token_id", eos)
-        ids_ok = all(_is_int(i) and 0 <= i < self.vocab_size for i in eos)
-        self._check("eos_token_id", lambda v: ids_ok, f"ids must lie in [0, vocab_size={self.vocab_size})")
-        self._check(
-            "pad_token_id",
-            lambda v: v is None or (_is_int(v) and 0 <= v < self.vocab_size),
-            f"must be null or lie in [0, vocab_size={self.vocab_size})",
-        )
+            self._check("head_dim", self.head_dim % 2 == 0, "must be even: RoPE rotates pairs")
+            self._check("head_dim", self.head_dim >= rotary, f"must be at least qk_rope_head_dim={rotary}")
+        self._check_experts()
+        self._check_layer_types()
+        self._check_ids()
         dtypes = ("float32", "bfloat16", "float16")
-        self._check("dtype", lambda v: v in dtypes, "must be float32, bfloat16 or float16")
+        self._check("dtype", self.dtype in dtypes, "must be float32, bfloat16 or float16")
 
-    def _check(self, name: str, rule: Any, text: str) -> None:
-        value = getattr(self, name)
-        if not rule(value):
-            raise ConfigError(name, value, text)
+    def _check_experts(self) -> None:
+        experts, chosen, groups = self.n_routed_experts, self.num_experts_per_tok, self.n_group
+        self._check("num_experts_per_tok", chosen <= experts, f"must be at most n_routed_experts={experts}")
+        self._check("n_group", experts % groups == 0, f"must divide n_routed_experts={experts}")
+        self._check("topk_group", self.topk_group <= groups, f"must be at most n_group={groups}")
+        if groups > 1:
+            each = experts // groups
+            self._check("n_group", each >= 2, "each group needs at least 2 experts")
+            rule = "the kept groups hold fewer experts than num_experts_per_tok"
+            self._check("topk_group", self.topk_group * each >= chosen, rule)
+
+    def _check_layer_types(self) -> None:
+        kinds, n = self.mlp_layer_types, self.num_hidden_layers
+        if kinds is None:
+            return
+        self._check("mlp_layer_types", isinstance(kinds, list | tuple), "must be a list")
+        object.__setattr__(self, "mlp_layer_types", tuple(kinds))
+        self._check("mlp_layer_types", len(kinds) == n, f"must list num_hidden_layers={n} entries")
+        known = all(kind in ("dense", "sparse") for kind in kinds)
+        self._check("mlp_layer_types", known, "entries are 'dense' or 'sparse'")
+
+    def _check_ids(self) -> None:
+        def inside(value: Any) -> bool:
+            return _is_int(value) and 0 <= value < self.vocab_size
+
+        given: Any = self.eos_token_id
+        listed = given is None or _is_int(given) or isinstance(given, list | tuple)
+        self._check("eos_token_id", listed, "must be one id, or a list of ids")
+        object.__setattr__(self, "eos_token_id", (given,) if _is_int(given) else tuple(given or ()))
+        within = f"lie in [0, vocab_size={self.vocab_size})"
+        self._check("eos_token_id", all(map(inside, self.eos_token_id)), f"ids must {within}")
+        padding = self.pad_token_id
+        self._check("pad_token_id", padding is None or inside(padding), f"must be null or {within}")
+
+    def _check(self, name: str, holds: bool, rule: str) -> None:
+        if not holds:
+            raise ConfigError(name, getattr(self, name), rule)
 
     # ------------------------------------------------------------------ config.json
     @classmethod
