@@ -11,9 +11,7 @@ from __future__ import annotations
 
 import os
 import re
-import secrets
 from collections.abc import Iterator, Mapping
-from contextlib import suppress
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, Protocol
@@ -26,7 +24,7 @@ from torch import Tensor, nn
 from glm5.model.config import ModelConfig
 from glm5.model.glm5 import GLM5
 from glm5.utils.errors import CheckpointError, ConfigError, UserError
-from glm5.utils.files import file_errors, fsync_directory, make_directory, read_json, require_space, write_json
+from glm5.utils.files import file_errors, make_directory, read_json, replacing, require_space, write_json
 
 INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
 # Files are mapped into memory to be read; the mapping is dropped whenever this much of it has been touched.
@@ -366,19 +364,9 @@ def _clear(path: Path, overwrite: bool) -> None:
 
 
 def _save_shard(file: Path, names: list[str], tensors: Mapping[str, Tensor]) -> None:
-    temporary = file.parent / f".{file.name}.{secrets.token_hex(4)}"
-    with file_errors(file, "write"):
+    with replacing(file) as temporary:
         try:
-            try:
-                save_file({name: tensors[name] for name in names}, str(temporary), metadata={"format": "pt"})
-            except SafetensorError as e:  # it wraps the system's own error: "I/O error: ... (os error 28)"
-                code = re.search(r"os error (\d+)", str(e))
-                raise OSError(int(code[1]) if code else 0, str(e)) from e
-            with temporary.open("rb") as f:
-                os.fsync(f.fileno())
-            os.replace(temporary, file)
-        except BaseException:
-            with suppress(OSError):
-                temporary.unlink()
-            raise
-        fsync_directory(file.parent)
+            save_file({name: tensors[name] for name in names}, str(temporary), metadata={"format": "pt"})
+        except SafetensorError as e:  # it wraps the system's own error: "I/O error: ... (os error 28)"
+            code = re.search(r"os error (\d+)", str(e))
+            raise OSError(int(code[1]) if code else 0, str(e)) from e

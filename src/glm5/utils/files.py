@@ -71,20 +71,18 @@ def make_directory(path: str | Path) -> Path:
     return path
 
 
-def write_bytes(path: str | Path, data: bytes) -> None:
-    """Write `data` to `path` atomically and durably, replacing what is there; parents are made.
+@contextmanager
+def replacing(path: Path) -> Iterator[Path]:
+    """A path beside `path` for the block to write; then it takes the place of `path`, durably, or is removed.
 
     Raises:
         FileError: the write failed. The file that was there is untouched and nothing is left beside it.
     """
-    path = Path(path)
-    make_directory(path.parent)
     temporary = path.parent / f".{path.name}.{secrets.token_hex(4)}"
     with file_errors(path, "write"):
         try:
-            with temporary.open("xb") as f:
-                f.write(data)
-                f.flush()
+            yield temporary
+            with temporary.open("rb") as f:
                 os.fsync(f.fileno())
             os.replace(temporary, path)
         except BaseException:
@@ -92,6 +90,18 @@ def write_bytes(path: str | Path, data: bytes) -> None:
                 temporary.unlink()
             raise
         fsync_directory(path.parent)
+
+
+def write_bytes(path: str | Path, data: bytes) -> None:
+    """Write `data` to `path` atomically and durably, replacing what is there; parents are made.
+
+    Raises:
+        FileError: as in `replacing`.
+    """
+    path = Path(path)
+    make_directory(path.parent)
+    with replacing(path) as temporary:
+        temporary.write_bytes(data)
 
 
 def write_text(path: str | Path, text: str) -> None:
