@@ -49,7 +49,8 @@ class Recipe:
             steps=440,
             batch=BatchWarmup(4, 8, 640, multiple=4),
             micro_batch=8,
-            lr=LearningRate(peak=0.02, final=0.001, warmup_steps=20),
+            lr=LearningRate(peak=0.01, final=0.0005, warmup_steps=20),
+            bias_rate=5e-3,  # in hundreds of steps, not hundreds of thousands
             mtp_share=0.25,
             save_every=110,
         )
