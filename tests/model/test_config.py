@@ -374,3 +374,13 @@ def test_reading_a_configuration_needs_no_torch() -> None:
     code = "import sys, glm5.model.config, glm5.model.presets as p; p.nano(); print('torch' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "False"
+
+
+def test_a_model_without_trained_indexers_is_dense() -> None:
+    """What decides how `model(ids)` and `generate` attend when they are not told."""
+    assert nano().sparse
+    assert not gqa_8(nano()).sparse
+    pretrained = ModelConfig.from_dict({**nano().to_dict(), "glm5_attention": "dense"})
+    assert not pretrained.sparse
+    assert not ModelConfig.from_dict(pretrained.to_dict()).sparse
+    assert ModelConfig.from_dict({**pretrained.to_dict(), "glm5_attention": "sparse"}).sparse

@@ -102,3 +102,14 @@ def test_growth_keeps_what_is_held(model: GLM5) -> None:
         outs.append(model(x[:, at : at + 40], cache=cache).logits)
     assert cache.capacity >= 200
     torch.testing.assert_close(torch.cat(outs, dim=1), model(x).logits, rtol=1e-4, atol=1e-3)
+
+
+def test_attention_defaults_to_what_the_model_was_trained_for() -> None:
+    model = tiny_model(0).eval()
+    ids = torch.randint(6, 320, (1, 3 * model.config.index_topk), generator=torch.Generator().manual_seed(1))
+    with torch.no_grad():
+        sparse, dense = model(ids, sparse=True).logits, model(ids, sparse=False).logits
+        assert not torch.equal(sparse, dense)
+        assert torch.equal(model(ids).logits, sparse)
+        model.config = model.config.replace(extra={"glm5_attention": "dense"})
+        assert torch.equal(model(ids).logits, dense)

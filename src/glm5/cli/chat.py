@@ -155,7 +155,7 @@ class Conversation:
         """Whether answers use sparse attention."""
         if self.settings.attention != "auto":
             return self.settings.attention == "sparse"
-        return self.model.config.extra.get("glm5_attention") != "dense"
+        return self.model.config.sparse
 
     def reset(self) -> None:
         """Forget the text."""

@@ -42,7 +42,7 @@ class GenerateOptions:
     speculate: int = 0
     """Drafts per step from the MTP block. Changes the speed, not the distribution of the text."""
     dense: bool = False
-    """Attend to every position in place of the indexer's choice: for a model not adapted to sparse attention."""
+    """Attend to every position, whatever the model was trained for."""
     device: Annotated[str | None, tyro.conf.arg(metavar="DEVICE")] = None
     """cpu, cuda or cuda:N; by default cuda where there is one."""
     dtype: Annotated[str | None, tyro.conf.arg(metavar="DTYPE")] = None
@@ -113,7 +113,7 @@ def run(options: GenerateOptions) -> dict[str, Any]:
         vocab_size=tokenizer.vocab_size,
         seed=options.seed,
         speculate=options.speculate,
-        sparse=not options.dense,
+        sparse=False if options.dense else None,
         stats=stats,
         logprobs=logprobs,
     ):

@@ -127,6 +127,15 @@ class ModelConfig:
         """Layers that hold a cache: the trunk and the MTP block."""
         return self.num_hidden_layers + self.num_nextn_predict_layers
 
+    @property
+    def sparse(self) -> bool:
+        """Whether the indexer is trained: False for a GQA model, and for one that was only pretrained here.
+
+        `glm5 pretrain` marks what it writes with `glm5_attention: "dense"`, since its indexers have learned nothing
+        yet; `glm5 sparsify` turns the mark. Published checkpoints have no mark, and are sparse.
+        """
+        return self.attention == "mla" and self.extra.get("glm5_attention") != "dense"
+
     def is_moe(self, layer: int) -> bool:
         """Whether `layer` has routed experts; the MTP block (layer >= num_hidden_layers) always has."""
         return layer >= self.num_hidden_layers or self.layer_types[layer] == "sparse"

@@ -34,7 +34,7 @@ def generate(
     seed: int | None = None,
     stop_ids: Iterable[int] | None = None,
     speculate: int = 0,
-    sparse: bool = True,
+    sparse: bool | None = None,
     cache: Cache | None = None,
     stats: SpeculationStats | None = None,
     logprobs: list[float] | None = None,
@@ -52,7 +52,7 @@ def generate(
             seed with another `speculate` gives another, equally distributed text.
         stop_ids: by default the configuration's `eos_token_id`.
         speculate: drafts per step from the MTP block; 0 decodes plainly.
-        sparse: DSA; False attends to everything.
+        sparse: DSA; False attends to everything; None is what the model was trained for.
         cache: to continue a conversation. Ends up holding all tokens but the last one that was yielded, so begin
             the next call's input with that one.
         stats: counts drafts and acceptances. logprobs: receives, per id, the model's log-probability of it (fp32,
@@ -91,7 +91,7 @@ def generate(
         sampling=Sampling(temperature, top_p, top_k, min_p, vocab_size),
         generator=generator,
         speculate=speculate,
-        sparse=sparse,
+        sparse=model.config.sparse if sparse is None else sparse,
     )
     return _stream(model, ids, cache, plan, stats, logprobs)
 

@@ -114,7 +114,7 @@ class GLM5(nn.Module):
         attention_mask: Tensor | None = None,
         documents: Tensor | None = None,
         cache: Cache | None = None,
-        sparse: bool = True,
+        sparse: bool | None = None,
         logits_to_keep: int = 0,
         trace: Trace | None = None,
         aux: Aux | None = None,
@@ -128,7 +128,8 @@ class GLM5(nn.Module):
             documents: [B, T], for packed training rows: the slot where each token's document begins; past its own
                 slot for padding.
             cache: keys of earlier tokens; extended by this call.
-            sparse: DSA's top-k selection; False is the dense model that it was adapted from.
+            sparse: DSA's top-k selection; False attends to everything; None is what the model was trained for
+                (`ModelConfig.sparse`).
             logits_to_keep: only the last so many positions' logits; 0 is all.
             trace, aux: see `glm5.model.trace`.
 
@@ -153,12 +154,13 @@ class GLM5(nn.Module):
         attention_mask: Tensor | None = None,
         documents: Tensor | None = None,
         cache: Cache | None = None,
-        sparse: bool = True,
+        sparse: bool | None = None,
         trace: Trace | None = None,
         aux: Aux | None = None,
     ) -> Tensor:
         """The trunk's hidden states after the final norm, [B, T, D]: what the head and MTP read."""
         self._check_ids(input_ids)
+        sparse = self.config.sparse if sparse is None else sparse
         place = self._place(input_ids, attention_mask, documents, cache)
         x = self.model.embed_tokens(input_ids)
         if trace is not None:
@@ -182,7 +184,7 @@ class GLM5(nn.Module):
         depths: int,
         *,
         documents: Tensor | None = None,
-        sparse: bool = True,
+        sparse: bool | None = None,
         trace: Trace | None = None,
         aux: Aux | None = None,
     ) -> Iterator[Tensor]:
@@ -197,6 +199,7 @@ class GLM5(nn.Module):
                 the indexer's loss does not count them.
         """
         batch, tokens = hidden_BTD.shape[:2]
+        sparse = self.config.sparse if sparse is None else sparse
         embedded = self.model.embed_tokens(ids_BS)
         for depth in range(1, depths + 1):
             n = min(tokens, ids_BS.shape[1] - depth)
@@ -222,7 +225,14 @@ class GLM5(nn.Module):
             yield hidden_BTD
 
     def draft_hidden(
-        self, hidden_BTD: Tensor, next_ids: Tensor, cache: Cache, start: int, *, first: int = 0, sparse: bool = True
+        self,
+        hidden_BTD: Tensor,
+        next_ids: Tensor,
+        cache: Cache,
+        start: int,
+        *,
+        first: int = 0,
+        sparse: bool | None = None,
     ) -> Tensor:
         """MTP in its serving form: T steps of the block at slots start … start + T - 1 of the cache.
 
@@ -240,6 +250,7 @@ class GLM5(nn.Module):
             visible = Visibility(torch.full_like(visible.last_BT, first), visible.last_BT, visible.slots)
         rope = self._rope(visible.last_BT)
         embedded = self.model.embed_tokens(next_ids)
+        sparse = self.config.sparse if sparse is None else sparse
         return self.mtp.predict(embedded, hidden_BTD, rope, visible, sparse=sparse, cache=cache, slot_BT=slot_BT)
 
     def generate(self, input_ids: Tensor | Sequence[int], **options: Any) -> Iterator[int]:
