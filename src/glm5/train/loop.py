@@ -31,9 +31,11 @@ from glm5.train.random_state import capture_random_state, restore_random_state, 
 from glm5.train.rows import Rows, check_stage
 from glm5.train.stopping import stop_requests
 from glm5.train.totals import Counts, IndexerFigures, Totals, weighted
+from glm5.utils.config_io import to_dict
 from glm5.utils.errors import CheckpointError, NumericalError, UserError
+from glm5.utils.files import write_json
 from glm5.utils.progress import Progress
-from glm5.utils.runlog import RunLog
+from glm5.utils.runlog import CONFIG, RunLog
 
 # Fields that a resumed run may change: they decide how long and how chatty, not what is computed.
 MAY_DIFFER = ("train.log_every", "train.save_every", "train.keep")
@@ -316,7 +318,11 @@ class Trainer:
         config = self.config
         with RunLog(self.directory) as log:
             allowed = (*MAY_DIFFER, *_short(MAY_DIFFER), *may_differ)
-            log.save_config(config if resolved is None else resolved, may_differ=allowed)
+            chosen = config if resolved is None else resolved
+            if self.store.list():
+                log.save_config(chosen, may_differ=allowed)
+            else:  # nothing was computed yet that depends on what an earlier start chose
+                write_json(log.directory / CONFIG, to_dict(chosen))
             warnings = self.resume()
             log.resume(self.finished_steps)
             log.save_environment()
@@ -344,16 +350,19 @@ class Trainer:
                             raise self._failed(NumericalError(f"parameter {bad} is not finite after step {done}"))
                         log.sync()
                         self.save()
-                    if stopping and done < config.steps:
+                    if stopping:
                         progress.note(f"stopped after step {done}, which is saved; the same command goes on from it")
-                        raise KeyboardInterrupt
+                        break
                     if on_step is not None:
                         on_step(self)
-            log.finish(tokens=self.tokens, samples=self.samples)
+            if self.finished_steps >= config.steps:
+                log.finish(tokens=self.tokens, samples=self.samples)
+            if stop_requested():  # also in the last step or its save: what follows the stage is not to begin
+                raise KeyboardInterrupt
 
     def _failed(self, error: NumericalError) -> NumericalError:
         """The error of a bad step, after keeping the state that it left."""
-        advice = "lower the learning rate or remove the bad data, and resume from the newest checkpoint"
+        advice = "lower the learning rate or remove the bad data, and start again in another directory"
         try:
             directory = self.directory / "failed" / f"step-{self.finished_steps}"
             place = self.save(CheckpointStore(directory, keep=1))
