@@ -8,11 +8,15 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
+from glm5.cli import main as cli
 from glm5.cli.pretrain import choose, describe, take_option
 from glm5.model.presets import mini
 from glm5.train.prepare import TextConfig
@@ -29,10 +33,26 @@ SMALL = (
 ).split()
 
 
-def run(*argv: str, cwd: Path) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "glm5.cli.main", *argv]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    return subprocess.run(command, cwd=cwd, env=environment, capture_output=True, text=True, timeout=300)
+@dataclass
+class Found:
+    """What a command gave."""
+
+    returncode: int
+    stdout: str
+    stderr: str
+
+
+@pytest.fixture
+def run(here: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Callable[..., Found]:
+    """`run("pretrain", ...)` is `glm5 pretrain ...` in `here`; in this process, since importing torch takes seconds."""
+    torch.set_num_threads(1)
+    monkeypatch.chdir(here)
+
+    def command(*argv: str) -> Found:
+        status = cli.main(argv)
+        return Found(status, *capsys.readouterr())
+
+    return command
 
 
 @pytest.fixture(scope="module")
@@ -48,14 +68,14 @@ def here(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 # --------------------------------------------------------------------------- the whole walk, as a user types it
-def test_pretrain_sparsify_and_chat_follow_one_another(here: Path) -> None:
-    dry = run("pretrain", "--corpus", "corpus", "--run", "runs/a", *SMALL, "--dry-run", cwd=here)
+def test_pretrain_sparsify_and_chat_follow_one_another(here: Path, run: Callable[..., Found]) -> None:
+    dry = run("pretrain", "--corpus", "corpus", "--run", "runs/a", *SMALL, "--dry-run")
     assert dry.returncode == 0, dry.stderr
     assert "training  4 steps of 4 rows of 32: 512 tokens" in dry.stdout
     assert "memory    about" in dry.stdout
     assert not (here / "runs").exists()
 
-    first = run("pretrain", "--corpus", "corpus", "--run", "runs/a", *SMALL, cwd=here)
+    first = run("pretrain", "--corpus", "corpus", "--run", "runs/a", *SMALL)
     assert first.returncode == 0, first.stderr
     assert "bits per byte over" in first.stdout
     assert "pretrain  step 4/4" in first.stderr
@@ -64,11 +84,11 @@ def test_pretrain_sparsify_and_chat_follow_one_another(here: Path) -> None:
     assert parameters[0].split()[1] == trained[0].split()[1]  # the estimate counts what is trained
 
     # Its own configuration is a command, too, and finds the run finished.
-    again = run("pretrain", "--config", "runs/a/config.json", cwd=here)
+    again = run("pretrain", "--config", "runs/a/config.json")
     assert again.returncode == 0, again.stderr
     assert "resumed after step 4" in again.stderr
     assert [r["step"] for r in read_metrics(here / "runs" / "a")] == [1, 2, 3, 4]
-    other = run("pretrain", "--config", "runs/a/config.json", "--train.lr.peak", "1", cwd=here)
+    other = run("pretrain", "--config", "runs/a/config.json", "--train.lr.peak", "1")
     assert other.returncode == 2
     assert "train.lr.peak=1.0: this run began with 0.02" in other.stderr
 
@@ -76,10 +96,10 @@ def test_pretrain_sparsify_and_chat_follow_one_another(here: Path) -> None:
     following = [line.removeprefix("next").strip() for line in first.stdout.splitlines()[-2:]]
     chat, sparsify = (line.split() for line in following)
     assert chat[:2] == ["glm5", "chat"]
-    assert run(*chat[1:], "--prompt", "def ", "--max-new-tokens", "4", cwd=here).returncode == 0
+    assert run(*chat[1:], "--prompt", "def ", "--max-new-tokens", "4").returncode == 0
     assert sparsify[:2] == ["glm5", "sparsify"]
     steps = "--seq-len 32 --held-out 0.2 --warmup.steps 3 --adapt.steps 2 --recall-rows 8".split()
-    sparse = run(*sparsify[1:], *steps, cwd=here)
+    sparse = run(*sparsify[1:], *steps)
     assert sparse.returncode == 0, sparse.stderr
     for name in ("dense", "sparse, warm-up only", "sparse, adapted", "after adaptation"):
         assert f"  {name} " in sparse.stdout
@@ -112,7 +132,7 @@ def test_a_terminated_run_goes_on_where_it_was_saved(here: Path, tmp_path: Path)
 
 
 # --------------------------------------------------------------------------- options
-def test_mistakes_are_one_line_with_the_mend(here: Path) -> None:
+def test_mistakes_are_one_line_with_the_mend(run: Callable[..., Found]) -> None:
     for argv, message in (
         (("pretrain", "--corpus", "nowhere"), "cannot read the corpus nowhere: no such file"),
         (("pretrain", "--preset", "huge"), "preset='huge': must be one of glm5, mini, nano"),
@@ -126,9 +146,7 @@ def test_mistakes_are_one_line_with_the_mend(here: Path) -> None:
         (("sparsify",), "must name the dense model's directory"),
         (("sparsify", "nowhere", "--corpus", "corpus"), "nowhere: no such directory"),
     ):
-        found = run(
-            *argv, *(("--corpus", "corpus") if argv[0] == "pretrain" and "--corpus" not in argv else ()), cwd=here
-        )
+        found = run(*argv, *(() if "--corpus" in argv else ("--corpus", "corpus")))
         assert found.returncode == 2, found.stdout
         assert message in found.stderr
         assert len(found.stderr.strip().splitlines()) == 1

@@ -5,7 +5,7 @@ Run by test_resume.py in a process of its own, which forks (so that torch is imp
     python resume_victim.py DIRECTORY STAGE PRECISION KILLS
 
 Every other kill comes after a random time; the rest at a random file operation after a start's first step, which is
-mostly inside a save.
+often inside a save, the first time always.
 """
 
 from __future__ import annotations
@@ -82,6 +82,11 @@ def child(directory: Path, data: TokenDataset, stage: str, precision: str, kill_
     os._exit(0)
 
 
+def unfinished(directory: Path) -> int:
+    """When the newest save began that is still unfinished (nanoseconds), 0 if there is none."""
+    return max((p.stat().st_mtime_ns for p in (directory / "run" / "checkpoints").glob(".saving-*")), default=0)
+
+
 def main(directory: Path, stage: str, precision: str, kills: int) -> None:
     data = dataset(directory)
     whole, broken = directory / "whole", directory / "broken"
@@ -95,17 +100,18 @@ def main(directory: Path, stage: str, precision: str, kills: int) -> None:
     rng = random.Random(stage + precision)  # noqa: S311
     during_save = in_steps = 0
     for n in range(kills):
-        timed = n % 2 == 0
-        pid = child(broken, data, stage, precision, None if timed else rng.randrange(1, 90))
+        timed = n % 2 == 1
+        before = unfinished(broken)
+        operation = rng.randrange(10, 20) if n == 0 else rng.randrange(5, 45)
+        pid = child(broken, data, stage, precision, None if timed else operation)
         if timed:
-            time.sleep(rng.uniform(0.1, 0.9) * duration)
+            time.sleep(rng.uniform(0.4, 1.0) * duration)
             os.kill(pid, signal.SIGKILL)
         _, status = os.waitpid(pid, 0)
         assert os.WIFSIGNALED(status) or status == 0, (broken / "errors").read_text()
         if os.WIFSIGNALED(status):
-            saving = any(p.name.startswith(".saving-") for p in (broken / "run" / "checkpoints").glob(".*"))
-            during_save += saving
-            in_steps += not saving
+            during_save += unfinished(broken) > before
+            in_steps += unfinished(broken) <= before
     _, status = os.waitpid(child(broken, data, stage, precision, None), 0)
     assert status == 0, (broken / "errors").read_text()
     starts = json.loads((broken / "run" / "environment.json").read_text())["starts"]

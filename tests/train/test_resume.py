@@ -67,7 +67,8 @@ def test_killed_at_any_moment_it_ends_in_the_same_bytes(stage: str, precision: s
     # Not a test of an undisturbed run: it was hit inside saves and outside, and resumed from several steps.
     assert during_save >= 1
     assert elsewhere >= 1
-    assert min(starts, places) >= 3
+    assert starts >= 4
+    assert places >= 2
 
 
 # --------------------------------------------------------------------------- stopped
