@@ -368,7 +368,7 @@ def test_full_disk_leaves_no_checkpoint_and_no_litter(
     assert list(tmp_path.iterdir()) == []
 
 
-def test_killed_between_files_loads_as_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_killed_between_files_keeps_what_was_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     save_model(tiny_model(1), tmp_path)
     calls = []
 
@@ -382,8 +382,37 @@ def test_killed_between_files_loads_as_nothing(tmp_path: Path, monkeypatch: pyte
     monkeypatch.setattr(weights, "_save_shard", die)
     with pytest.raises(KeyboardInterrupt):
         save_model(tiny_model(2), tmp_path, max_shard_bytes=200_000, overwrite=True)
-    with pytest.raises(ConfigError, match=r"config\.json"):
-        load_model(tmp_path)
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["config.json", "model.safetensors"]
+    assert_same(load_model(tmp_path), tiny_model(1))
+
+
+def test_a_full_disk_keeps_what_was_there(
+    tmp_path: Path, file_size_limit: Callable[[int], AbstractContextManager[None]]
+) -> None:
+    save_model(tiny_model(1), tmp_path)
+    with pytest.raises(FileError, match="larger than allowed"), file_size_limit(100_000):
+        save_model(tiny_model(2), tmp_path, overwrite=True)
+    assert_same(load_model(tmp_path), tiny_model(1))
+
+
+def test_what_a_killed_save_left_goes_with_the_next(tmp_path: Path) -> None:
+    (tmp_path / ".saving").mkdir()
+    (tmp_path / ".saving" / "model-00001-of-00009.safetensors").write_bytes(b"half")
+    save_model(tiny_model(2), tmp_path)
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["config.json", "model.safetensors"]
+
+
+@pytest.mark.parametrize("size", [0, -1, float("nan")])
+def test_a_shard_has_a_size(size: float, tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="max_shard_bytes"):
+        save_model(tiny_model(1), tmp_path, max_shard_bytes=size)
+
+
+@pytest.mark.parametrize("device", ["meta", "mps", "xpu", "cuda:99", "nowhere"])
+def test_a_device_that_is_not_here_is_refused(device: str, tmp_path: Path) -> None:
+    write_public_checkpoint(tmp_path)
+    with pytest.raises(UserError, match="device="):
+        load_model(tmp_path, device=device)
 
 
 def test_tokenizer_and_meta_model(tmp_path: Path) -> None:

@@ -13,7 +13,7 @@ from typing import Annotated, Any
 import tyro
 
 from glm5.utils.config_io import parse
-from glm5.utils.errors import CheckpointError
+from glm5.utils.errors import CheckpointError, ConfigError
 from glm5.utils.files import file_errors, write_bytes
 
 # What stands beside the weights and stays as it is.
@@ -50,6 +50,8 @@ def main(argv: list[str]) -> int:
     options = parse(ConvertOptions, argv, prog="glm5 convert", config_option=False)
     if options.source.resolve() == options.target.resolve():
         raise CheckpointError(f"{options.source} is both source and target", "Give another directory to write")
+    if not options.max_shard_gb > 0:
+        raise ConfigError("max_shard_gb", options.max_shard_gb, "must be positive")
 
     from glm5.model.weights import load_model, save_model
 

@@ -11,6 +11,7 @@ import difflib
 import importlib
 import json
 import os
+import re
 import sys
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -38,6 +39,8 @@ COMMANDS = {
     "watch": Command("draw a run's curves in the terminal, while it runs or after", "glm5.cli.watch"),
     "doctor": Command("show versions, devices, and which operator version runs and why", "glm5.cli.doctor"),
 }
+
+_SMALLER = "Use a smaller model, batch (train.micro_batch) or context, or a machine with more memory"
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -68,6 +71,13 @@ def main(argv: Sequence[str] | None = None) -> int:
         # The reader of our output has gone (`| head`); keep the interpreter from failing again at its last flush.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 141
+    except (MemoryError, RuntimeError) as e:
+        # torch tells a full memory by its text alone, so that torch need not be there to ask.
+        if not isinstance(e, MemoryError) and not re.search("out of memory|allocate memory|enough memory", str(e)):
+            raise
+        short = UserError(f"out of memory: {' '.join(str(e).split())[:200]}", _SMALLER)
+        print(_describe(short, as_json), file=sys.stderr)
+        return 2
     except SystemExit as e:
         if isinstance(e.code, int) or e.code is None:
             return e.code or 0

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import textwrap
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from glm5.utils.config_io import parse, to_dict
@@ -54,7 +55,10 @@ def choose(preset: str | None, shape: str | None, argv: Sequence[str]) -> Pretra
     from glm5.train import pretrain as stage
 
     if shape is not None:
-        return stage.PretrainConfig(model=ModelConfig.load(shape))
+        model = ModelConfig.load(shape)
+        depths = stage.nano_training().mtp_depths if model.num_nextn_predict_layers else 0
+        training = replace(stage.nano_training(), mtp_depths=depths)
+        return stage.PretrainConfig(model=model, train=training, seq_len=min(512, model.max_position_embeddings))
     name = preset or "nano"
     model = named(name)
     training = {"nano": stage.nano_training, "mini": stage.mini_training, "glm5": stage.glm5_training}[name]()

@@ -154,10 +154,12 @@ class ModelConfig:
         ).split()
         for name in positive:
             value = getattr(self, name)
-            self._check(name, _is_int(value) and value > 0, "must be a positive integer")
+            self._check(name, _is_int(value) and 0 < value < 2**31, "must be a positive integer below 2^31")
+        for name in ("num_hidden_layers", "n_routed_experts"):  # more would take minutes only to be listed
+            self._check(name, getattr(self, name) <= 10_000, "must be at most 10000")
         for name in ("first_k_dense_replace", "num_nextn_predict_layers", "n_shared_experts"):
             value = getattr(self, name)
-            self._check(name, _is_int(value) and value >= 0, "must be an integer of at least 0")
+            self._check(name, _is_int(value) and 0 <= value < 2**31, "must be an integer of at least 0, below 2^31")
         for name in "rms_norm_eps latent_norm_eps rope_theta routed_scaling_factor initializer_range".split():
             value = getattr(self, name)
             self._check(name, _is_number(value) and value > 0, "must be a positive number")
@@ -302,7 +304,7 @@ class ModelConfig:
         try:
             with file_errors(path, "read"):
                 public = json.loads(path.read_text(encoding="utf-8"))
-        except (json.JSONDecodeError, UnicodeDecodeError) as e:
+        except (ValueError, RecursionError) as e:  # RecursionError: brackets in brackets by the thousand
             raise ConfigError("config.json", str(path), f"is not valid JSON ({e})") from None
         if not isinstance(public, dict):
             raise ConfigError("config.json", str(path), "must hold one JSON object")
@@ -354,4 +356,9 @@ def _is_int(value: Any) -> bool:
 
 
 def _is_number(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and isfinite(value)
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        return False
+    try:
+        return isfinite(value)
+    except OverflowError:  # an integer beyond what a float holds
+        return False

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import os
 import re
+import shutil
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, fields
 from pathlib import Path
@@ -24,7 +25,15 @@ from torch import Tensor, nn
 from glm5.model.config import ModelConfig
 from glm5.model.glm5 import GLM5
 from glm5.utils.errors import CheckpointError, ConfigError, UserError
-from glm5.utils.files import file_errors, make_directory, read_json, replacing, require_space, write_json
+from glm5.utils.files import (
+    file_errors,
+    fsync_directory,
+    make_directory,
+    read_json,
+    replacing,
+    require_space,
+    write_json,
+)
 
 INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
 # Files are mapped into memory to be read; the mapping is dropped whenever this much of it has been touched.
@@ -126,8 +135,13 @@ def _check_device(device: torch.device | str) -> torch.device:
         device = torch.device(device)
     except RuntimeError as e:
         raise UserError(f"device={device!r}: {str(e).splitlines()[0]}", "Give cpu, cuda or cuda:N") from None
+    if device.type not in ("cpu", "cuda"):
+        raise UserError(f"device={device}: weights are loaded to a CPU or a CUDA device", "Give cpu, cuda or cuda:N")
     if device.type == "cuda" and not torch.cuda.is_available():
         raise UserError(f"device={device}: no CUDA device is available", "Use device=cpu, or run `glm5 doctor`")
+    if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
+        what = f"device={device}: there are {torch.cuda.device_count()} CUDA devices here"
+        raise UserError(what, "Give one of them, counted from 0")
     return device
 
 
@@ -294,22 +308,44 @@ def save_model(
 ) -> Path:
     """Write the public layout: config.json, model.safetensors or shards with their index, and the tokenizer.
 
-    Each file appears whole or not at all, and config.json, without which nothing loads, comes last.
+    All files are written beside what is there, which goes only once they are whole; config.json, without which
+    nothing loads, takes its place last.
 
     Args:
         path: a directory, made if missing. max_shard_bytes: tensor bytes of one file (one larger tensor may exceed).
-        overwrite: replace a checkpoint that is there.
+        overwrite: replace a checkpoint that is there. Until then the disk holds both.
 
     Raises:
         CheckpointError: `path` holds a checkpoint and `overwrite` is not set, or a tensor has no memory.
-        FileError: the disk is full, read-only, and so on.
+        FileError: the disk is full, read-only, and so on; what was there is untouched.
     """
+    if not max_shard_bytes > 0:
+        raise UserError(f"max_shard_bytes={max_shard_bytes}", "must be positive")
     path = make_directory(path)
+    _refuse_to_replace(path, overwrite)
     tensors = dict(_disk_tensors(model))
+    new = path / ".saving"
+    with file_errors(new, "write"):
+        if new.exists():  # of a process that was killed
+            shutil.rmtree(new)
+        require_space(path, sum(t.nbytes for t in tensors.values()))
+        new.mkdir()
+        try:
+            _write_all(model, new, tensors, max_shard_bytes, tokenizer)
+            for file in _checkpoint_files(path):
+                file.unlink()
+            for file in sorted(new.iterdir(), key=lambda f: f.name == "config.json"):
+                os.replace(file, path / file.name)
+            fsync_directory(path)
+        finally:
+            shutil.rmtree(new, ignore_errors=True)
+    return path
+
+
+def _write_all(
+    model: GLM5, path: Path, tensors: Mapping[str, Tensor], max_shard_bytes: float, tokenizer: SavesItself | None
+) -> None:
     shards = _split(tensors, max_shard_bytes)
-    total = sum(t.nbytes for t in tensors.values())
-    _clear(path, overwrite)
-    require_space(path, total)
     if len(shards) == 1:
         _save_shard(path / SINGLE, shards[0], tensors)
     else:
@@ -318,12 +354,12 @@ def save_model(
             file = f"model-{i + 1:05d}-of-{len(shards):05d}.safetensors"
             _save_shard(path / file, names, tensors)
             weight_map.update(dict.fromkeys(names, file))
+        total = sum(t.nbytes for t in tensors.values())
         write_json(path / INDEX, {"metadata": {"total_size": total}, "weight_map": weight_map})
     if tokenizer is not None:
         tokenizer.save(path)
     config = model.config.replace(dtype=str(model.dtype).removeprefix("torch."))
     write_json(path / "config.json", config.to_dict())
-    return path
 
 
 def _disk_tensors(model: GLM5) -> Iterator[tuple[str, Tensor]]:
@@ -351,16 +387,17 @@ def _split(tensors: Mapping[str, Tensor], max_bytes: float) -> list[list[str]]:
     return shards
 
 
-def _clear(path: Path, overwrite: bool) -> None:
-    """Remove a checkpoint that is there, config.json first, so that no mixture of two can ever be loaded."""
+def _checkpoint_files(path: Path) -> list[Path]:
+    """What is to go, config.json first, so that no mixture of two checkpoints can ever be loaded."""
     old = [path / name for name in ("config.json", INDEX) if (path / name).exists()]
-    old += sorted(path.glob("*.safetensors"))
+    return old + sorted(path.glob("*.safetensors"))
+
+
+def _refuse_to_replace(path: Path, overwrite: bool) -> None:
+    old = [file.name for file in _checkpoint_files(path)]
     if old and not overwrite:
-        what = f"{path} already holds {', '.join(p.name for p in old)}"
+        what = f"{path} already holds {', '.join(old[:4])}{f' and {len(old) - 4} more' if len(old) > 4 else ''}"
         raise CheckpointError(what, "Choose another directory, or ask for overwriting")
-    for file in old:
-        with file_errors(file, "remove"):
-            file.unlink()
 
 
 def _save_shard(file: Path, names: list[str], tensors: Mapping[str, Tensor]) -> None:

@@ -30,6 +30,13 @@ class LearningRate:
     shape: Shape = "cosine"
     """Course after the warm-up."""
 
+    def __post_init__(self) -> None:
+        for name in ("peak", "final"):
+            if not 0 <= getattr(self, name) < float("inf"):
+                raise ConfigError(name, getattr(self, name), "must be a finite number of at least 0")
+        if self.warmup_steps < 0:
+            raise ConfigError("warmup_steps", self.warmup_steps, "must be at least 0")
+
     def schedule(self, steps: int) -> Schedule:
         """The schedule over `steps` updates."""
         if self.shape == "cosine":
@@ -95,8 +102,10 @@ class TrainConfig:
         if not 0 < self.mtp_share <= 1:
             raise ConfigError("mtp_share", self.mtp_share, "must lie in (0, 1]")
         for name in ("mtp_weight", "balance_weight", "bias_rate", "indexer_weight", "weight_decay", "clip"):
-            if getattr(self, name) < 0:
-                raise ConfigError(name, getattr(self, name), "must not be negative")
+            if not 0 <= getattr(self, name) < float("inf"):
+                raise ConfigError(name, getattr(self, name), "must be a finite number of at least 0")
+        if not 0 <= self.momentum < 1:
+            raise ConfigError("momentum", self.momentum, "must lie in [0, 1)")
 
     @property
     def sparse(self) -> bool:

@@ -47,6 +47,8 @@ class TextConfig:
     """Share of the documents that no training sees; 0 holds out none, and nothing is measured."""
 
     def __post_init__(self) -> None:
+        if not self.corpus:
+            raise ConfigError("corpus", "", "must name a directory, a file, or stdlib")
         if self.seq_len < 1:
             raise ConfigError("seq_len", self.seq_len, "must be at least 1")
         if not 0 <= self.held_out < 1:

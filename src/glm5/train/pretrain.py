@@ -127,6 +127,8 @@ def resolve_device(name: str) -> str:
         device = torch.device(name)
     except RuntimeError:
         raise ConfigError("device", name, "must be auto, cpu, cuda or cuda:N") from None
+    if device.type not in ("cpu", "cuda"):
+        raise ConfigError("device", name, "must be auto, cpu, cuda or cuda:N")
     if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
         raise ConfigError("device", name, f"there are {torch.cuda.device_count()} CUDA devices here")
     return name

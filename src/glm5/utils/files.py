@@ -116,7 +116,12 @@ def write_json(path: str | Path, value: Any) -> None:
         ValueError: `value` holds a NaN or an infinity, which JSON has no words for.
         TypeError: `value` holds something else than dicts, lists, strings, numbers, booleans and None.
     """
-    write_text(path, json.dumps(value, indent=2, ensure_ascii=False, allow_nan=False) + "\n")
+    text = json.dumps(value, indent=2, ensure_ascii=False, allow_nan=False)
+    try:
+        data = text.encode()
+    except UnicodeEncodeError:  # a lone surrogate, which JSON can spell and UTF-8 cannot
+        data = json.dumps(value, indent=2, allow_nan=False).encode()
+    write_bytes(path, data + b"\n")
 
 
 def read_json(path: str | Path) -> Any:
@@ -129,7 +134,7 @@ def read_json(path: str | Path) -> Any:
         data = Path(path).read_bytes()
     try:
         return json.loads(data.decode("utf-8"))
-    except ValueError as e:
+    except (ValueError, RecursionError) as e:  # RecursionError: brackets in brackets by the thousand
         raise FileError(f"{path} is not valid JSON ({e})", "Correct it, or make it again.") from None
 
 

@@ -1,0 +1,44 @@
+"""Options of a run that cannot be meant, each refused by its name."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from glm5.train.config import LearningRate, TrainConfig
+from glm5.train.prepare import TextConfig
+from glm5.train.pretrain import resolve_device
+from glm5.utils.errors import ConfigError
+
+
+@pytest.mark.parametrize("value", [-1.0, float("nan"), float("inf")])
+@pytest.mark.parametrize("name", ["peak", "final"])
+def test_a_learning_rate_is_finite_and_not_negative(name: str, value: float) -> None:
+    with pytest.raises(ConfigError, match=f"{name}=.*finite"):
+        LearningRate(**{name: value})
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        (dict(clip=float("nan")), "clip=nan"),
+        (dict(mtp_weight=float("inf")), "mtp_weight=inf"),
+        (dict(momentum=1.0), "momentum=1.0: must lie in"),
+        (dict(momentum=float("nan")), "momentum=nan"),
+    ],
+)
+def test_weights_and_momentum_are_finite(changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        TrainConfig(**changes)
+
+
+def test_an_empty_corpus_name_is_not_the_current_directory() -> None:
+    with pytest.raises(ConfigError, match="corpus=''"):
+        TextConfig(corpus="")
+
+
+@pytest.mark.parametrize("name", ["meta", "mps", "xpu", "cuda:99", "tpu", ""])
+def test_devices_that_are_not_here_are_refused(name: str) -> None:
+    with pytest.raises(ConfigError, match="device="):
+        resolve_device(name)
