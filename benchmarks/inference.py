@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import platform
 import resource
 import statistics
@@ -81,7 +82,9 @@ def worker(who: str, what: str, path: str, threads: int, length: int, new_tokens
 def measure(who: str, what: str, path: str, a: argparse.Namespace) -> dict[str, Any]:
     length = a.prefill if what == "prefill" else a.context
     command = [sys.executable, __file__, "--worker", who, what, path, str(a.threads), str(length), str(a.new_tokens)]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    # As the command line does; for both, so that threads cost both the same on a shared machine.
+    environment = {"GOMP_SPINCOUNT": "20000", **os.environ}
+    done = subprocess.run(command, capture_output=True, text=True, check=False, env=environment)
     if done.returncode:
         raise SystemExit(f"{who} {what} failed:\n{done.stderr[-3000:]}")
     return json.loads(done.stdout.splitlines()[-1])

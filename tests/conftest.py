@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 
-os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # before torch: as the command line, for cores that are shared
+os.environ.setdefault("GOMP_SPINCOUNT", "20000")  # before torch: as the command line, for cores that are shared
 
 import resource
 from collections.abc import Callable, Iterator

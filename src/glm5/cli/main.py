@@ -53,9 +53,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         the exit status (see the module's docstring).
     """
     arguments = list(sys.argv[1:] if argv is None else argv)
-    # torch's threads otherwise spin while they wait, and on cores shared with other work a step then takes five to
-    # ten times as long; sleeping costs little on idle ones. It is read once, when torch is first imported.
-    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+    # torch's threads otherwise spin for long while they wait, and on cores shared with other work a step then takes
+    # several times as long; these turns are about what the next call is away. Read when torch is first imported.
+    os.environ.setdefault("GOMP_SPINCOUNT", "20000")
     as_json = "--json" in arguments
     try:
         status = _run(arguments)
