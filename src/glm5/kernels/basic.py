@@ -106,25 +106,36 @@ class Joined:
     """Matrices that multiply the same input, as one, kept until one of them changes. For inference.
 
     A decode step is a row of small products: one call for four of them saves three launches, and costs a copy of
-    the matrices. A change is noticed by torch's in-place counters (so not when made through `.data`).
+    the matrices. A change is noticed by torch's in-place counters. Fused optimizers and edits through `.data` pass
+    them by: the owner therefore calls `forget` with gradients, with more tokens, and where a new sequence begins.
     """
 
     def __init__(self) -> None:
-        self._sources: tuple[Tensor, ...] = ()  # held, so that their memory cannot come back as another's
-        self._versions: tuple[int, ...] = ()
-        self._matrix: Tensor | None = None
+        # Sources (held, so that their memory cannot come back as another's), their counters, and the matrix: replaced
+        # as one, since several threads may read.
+        self._kept: tuple[tuple[Tensor, ...], tuple[int, ...], Tensor] | None = None
 
     @staticmethod
     def pays(x_BTD: Tensor) -> bool:
         """Whether launches outweigh the products: few tokens, and no gradients to separate."""
         return x_BTD[..., 0].numel() <= JOIN_UP_TO and not torch.is_grad_enabled()
 
+    def forget(self) -> None:
+        """Read the weights again at the next call."""
+        self._kept = None
+
     def of(self, *weights: Tensor) -> Tensor:
         """The weights [out_i, in], stacked: [sum of out_i, in]."""
-        versions = tuple(w._version for w in weights)
-        moved = [w.data_ptr() for w in weights] != [w.data_ptr() for w in self._sources]
-        if self._matrix is None or moved or versions != self._versions:
+        if any(w.is_inference() for w in weights):  # made in inference mode, where nothing counts changes
+            return torch.cat(weights)
+        kept, versions = self._kept, tuple(w._version for w in weights)
+        if (
+            kept is None
+            or kept[1] != versions
+            or any(w.data_ptr() != s.data_ptr() for w, s in zip(weights, kept[0], strict=True))
+        ):
             with torch.inference_mode(False), torch.no_grad():
-                self._sources, self._versions = tuple(w.detach() for w in weights), versions
-                self._matrix = torch.cat(self._sources)
-        return self._matrix
+                sources = tuple(w.detach() for w in weights)
+                kept = (sources, versions, torch.cat(sources))
+            self._kept = kept
+        return kept[2]

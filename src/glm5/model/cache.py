@@ -119,9 +119,9 @@ class Cache:
 
     def crop(self, length: int | Tensor) -> None:
         """Forget everything from `length` on (at least 0; per row, or one for all). Never grows a row."""
-        if isinstance(length, int) and length < 0:
-            raise ValueError(f"length={length}: must be at least 0")
         limit = torch.as_tensor(length, device=self.length_B.device)
+        if limit.is_floating_point() or limit.shape not in ((), self.length_B.shape) or bool((limit < 0).any()):
+            raise ValueError(f"length={length}: must be at least 0, one integer or one for each of {self.batch} rows")
         self.length_B = torch.minimum(self.length_B, limit.expand_as(self.length_B))
         self.first_B = torch.minimum(self.first_B, self.length_B)  # a row cut inside its left padding starts anew
         if self.uniform is not None:

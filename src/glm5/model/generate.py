@@ -74,10 +74,12 @@ def generate(
             f"a context of {held + len(ids)} tokens leaves no room below max_position_embeddings={limit}",
             "shorten the prompt, or crop the cache",
         )
-    if max_new_tokens is not None and max_new_tokens < 1:
-        raise UserError(f"max_new_tokens={max_new_tokens}", "must be at least 1")
-    if speculate < 0:
-        raise UserError(f"speculate={speculate}", "must be at least 0, which decodes without drafts")
+    if max_new_tokens is not None and not (_is_int(max_new_tokens) and max_new_tokens >= 1):
+        raise UserError(f"max_new_tokens={max_new_tokens}", "must be an integer of at least 1")
+    if not (_is_int(speculate) and speculate >= 0):
+        raise UserError(f"speculate={speculate}", "must be an integer of at least 0, which decodes without drafts")
+    if seed is not None and not (_is_int(seed) and -(2**63) <= seed < 2**64):
+        raise UserError(f"seed={seed}", "must be an integer of 64 bits")
     if speculate > 0:
         _ = model.mtp  # raises if there is none
     generator = torch.Generator(device=model.device)
@@ -87,7 +89,7 @@ def generate(
         generator.manual_seed(seed)
     plan = _Plan(
         limit=room if max_new_tokens is None else min(room, max_new_tokens),
-        stop=frozenset(model.config.eos_token_id if stop_ids is None else stop_ids),
+        stop=frozenset(model.config.eos_token_id) if stop_ids is None else _stops(stop_ids, model.config.vocab_size),
         sampling=Sampling(temperature, top_p, top_k, min_p, vocab_size),
         generator=generator,
         speculate=speculate,
@@ -106,11 +108,29 @@ class _Plan:
     sparse: bool
 
 
+def _is_int(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def _stops(stop_ids: Iterable[int], vocab_size: int) -> frozenset[int]:
+    if not isinstance(stop_ids, Iterable):
+        raise UserError(f"stop_ids={stop_ids}", "give several ids, such as (5,)")
+    stops = [int(i) if isinstance(i, Tensor) else i for i in stop_ids]
+    for i in stops:
+        if not _is_int(i) or not 0 <= i < vocab_size:
+            raise UserError(f"stop_ids: {i!r} is no token id", f"ids lie in [0, {vocab_size})")
+    return frozenset(stops)
+
+
 def _prompt(input_ids: Tensor | Sequence[int]) -> list[int]:
-    ids = torch.as_tensor(input_ids)
+    try:
+        ids = torch.as_tensor(input_ids)
+    except (TypeError, ValueError, RuntimeError):  # text, None, an integer of more than 64 bits, ragged rows
+        what = f"input_ids: a {type(input_ids).__name__} that holds no token ids"
+        raise UserError(what, "give the integer ids of one sequence") from None
     if ids.ndim == 2 and ids.shape[0] == 1:
         ids = ids[0]
-    if ids.ndim != 1 or (ids.numel() and (ids.is_floating_point() or ids.dtype == torch.bool)):
+    if ids.ndim != 1 or (ids.numel() and (ids.is_floating_point() or ids.is_complex() or ids.dtype == torch.bool)):
         raise UserError(f"input_ids: shape {tuple(ids.shape)} of {ids.dtype}", "give the integer ids of one sequence")
     if ids.numel() == 0:
         raise UserError("the prompt is empty", "give at least one token, such as the beginning-of-text ids")

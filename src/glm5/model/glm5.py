@@ -16,12 +16,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from glm5.kernels.basic import rotations
+from glm5.kernels.basic import JOIN_UP_TO, rotations
 from glm5.kernels.visibility import Visibility
 from glm5.model.block import Block
-from glm5.model.cache import Cache
+from glm5.model.cache import Cache, cache_widths
 from glm5.model.config import ModelConfig
-from glm5.model.layers import Embedding, Linear, RMSNorm
+from glm5.model.layers import Embedding, Linear, RMSNorm, SwiGLU
+from glm5.model.mla import MLA
 from glm5.model.mtp import MTPBlock
 from glm5.model.trace import Aux, Trace
 from glm5.utils.errors import UserError
@@ -134,8 +135,11 @@ class GLM5(nn.Module):
             trace, aux: see `glm5.model.trace`.
 
         Raises:
-            UserError: ids outside the vocabulary, a context past the maximum, or a mask with holes.
+            UserError: ids outside the vocabulary, a context past the maximum, a mask with holes, documents that are no
+                slots where one begins, or a cache of another model.
         """
+        if logits_to_keep < 0:
+            raise UserError(f"logits_to_keep={logits_to_keep}", "must be at least 0, which keeps all")
         hidden = self.hidden(
             input_ids,
             attention_mask=attention_mask,
@@ -159,8 +163,10 @@ class GLM5(nn.Module):
         aux: Aux | None = None,
     ) -> Tensor:
         """The trunk's hidden states after the final norm, [B, T, D]: what the head and MTP read."""
-        self._check_ids(input_ids)
+        input_ids = self._checked_ids(input_ids)
         sparse = self.config.sparse if sparse is None else sparse
+        if input_ids.numel() <= JOIN_UP_TO and (cache is None or cache.uniform == 0) and not torch.is_grad_enabled():
+            self.forget_joined()
         place = self._place(input_ids, attention_mask, documents, cache)
         x = self.model.embed_tokens(input_ids)
         if trace is not None:
@@ -199,6 +205,7 @@ class GLM5(nn.Module):
                 the indexer's loss does not count them.
         """
         batch, tokens = hidden_BTD.shape[:2]
+        ids_BS = self._checked_ids(ids_BS)
         sparse = self.config.sparse if sparse is None else sparse
         embedded = self.model.embed_tokens(ids_BS)
         for depth in range(1, depths + 1):
@@ -263,12 +270,19 @@ class GLM5(nn.Module):
     def _rope(self, position_BT: Tensor) -> Tensor:
         return rotations(position_BT, self.config.qk_rope_head_dim, self.config.rope_theta)
 
-    def _check_ids(self, ids: Tensor) -> None:
-        if ids.ndim != 2 or ids.shape[1] == 0 or ids.is_floating_point():
-            raise UserError(
-                f"input_ids: shape {tuple(ids.shape)} of {ids.dtype}",
-                "give integer ids of shape [batch, tokens], tokens >= 1",
-            )
+    def forget_joined(self) -> None:
+        """Take up weights that were changed where torch cannot see it; see `kernels.basic.Joined`."""
+        for module in self.modules():
+            if isinstance(module, MLA | SwiGLU):
+                module.forget_joined()
+
+    def _checked_ids(self, ids: Tensor) -> Tensor:
+        """The ids as a type that an embedding reads."""
+        _check_integers("input_ids", ids)
+        if ids.ndim != 2 or 0 in ids.shape:
+            raise UserError(f"input_ids: shape {tuple(ids.shape)}", "give [batch, tokens], both at least 1")
+        if ids.device != self.model.embed_tokens.weight.device and (ids.is_meta or ids.device.type == "cpu"):
+            raise UserError(f"input_ids: on {ids.device}, the model on {self.device}", "move them to model.device")
         low, high = ids.aminmax()
         if low < 0 or high >= self.config.vocab_size:
             bad = int(low) if low < 0 else int(high)
@@ -276,6 +290,7 @@ class GLM5(nn.Module):
                 f"input_ids: token id {bad} lies outside the vocabulary [0, {self.config.vocab_size})",
                 "encode the text with this model's own tokenizer",
             )
+        return ids if ids.dtype in (torch.int32, torch.int64) else ids.long()
 
     def _place(
         self, ids: Tensor, attention_mask: Tensor | None, documents: Tensor | None, cache: Cache | None
@@ -291,14 +306,18 @@ class GLM5(nn.Module):
         if cache is not None:
             if cache.batch != batch:
                 raise UserError(f"input_ids: {batch} rows for a cache of {cache.batch}", "give one row of ids to each")
+            self._check_cache(cache)
             cache.reserve(slots)
         if documents is not None:
             if cache is not None or attention_mask is not None:
                 raise UserError("documents: cannot be combined with a cache or an attention_mask", "pass one of them")
+            _check_documents(documents, ids)
             visible = Visibility.documents(documents)
             position_BT = (visible.last_BT - visible.first_BT).clamp(min=0)
             return Placement(visible, position_BT, None, None, None)
         if attention_mask is not None:
+            if not isinstance(attention_mask, Tensor):
+                raise UserError(f"attention_mask: a {type(attention_mask).__name__}", "give a tensor of 0 and 1")
             if attention_mask.ndim != 2 or attention_mask.shape[0] != batch or attention_mask.shape[1] < tokens:
                 shape = tuple(attention_mask.shape)
                 raise UserError(f"attention_mask: shape {shape}", f"must be [{batch}, >= {tokens}]")
@@ -308,6 +327,15 @@ class GLM5(nn.Module):
             visible = Visibility.causal(batch, tokens, longest, device=ids.device)
             return Placement(visible, visible.last_BT, None, None, None)
         return self._place_ragged(ids, attention_mask, cache, slots)
+
+    def _check_cache(self, cache: Cache) -> None:
+        held, own = cache.layers[0][0], self.lm_head.weight
+        mend = "make it with this model's new_cache, after moving or casting the model"
+        if cache.widths != cache_widths(self.config) or len(cache.layers) != self.config.num_cache_layers:
+            raise UserError(f"cache: {len(cache.layers)} layers of {cache.widths} elements, another model's", mend)
+        if held.dtype != own.dtype or held.device != own.device:
+            what = f"cache: {held.dtype} on {held.device}, the model {own.dtype} on {own.device}"
+            raise UserError(what, mend)
 
     def _place_ragged(self, ids: Tensor, attention_mask: Tensor | None, cache: Cache | None, slots: int) -> Placement:
         """Rows of unequal length: padding on the left shifts a row's first slot, on the right is never stored."""
@@ -333,6 +361,29 @@ class GLM5(nn.Module):
         visible = Visibility(first_B[:, None].expand(batch, tokens), last_BT, slots)
         position_BT = (slot_BT - first_B[:, None]).clamp(min=0)
         return Placement(visible, position_BT, slot_BT, length_B + lead_B + real_B, first_B)
+
+
+def _check_integers(name: str, given: Tensor) -> None:
+    if not isinstance(given, Tensor):
+        raise UserError(f"{name}: a {type(given).__name__}", "give a torch tensor of integers, [batch, tokens]")
+    if given.is_floating_point() or given.is_complex() or given.dtype == torch.bool:
+        raise UserError(f"{name}: shape {tuple(given.shape)} of {given.dtype}", "give integers, [batch, tokens]")
+
+
+def _check_documents(documents: Tensor, ids: Tensor) -> None:
+    """Each slot begins a document, or goes on with that of the slot before it, or is padding."""
+    _check_integers("documents", documents)
+    if documents.shape != ids.shape:
+        raise UserError(f"documents: shape {tuple(documents.shape)} for ids of {tuple(ids.shape)}", "give one a token")
+    slot_T = torch.arange(ids.shape[1], device=documents.device)
+    fits = documents >= slot_T  # begins here, or padding
+    fits[:, 1:] |= (documents[:, 1:] == documents[:, :-1]) & (documents[:, :-1] < slot_T[1:])
+    if not bool(fits.all()):
+        row, slot = (~fits).nonzero()[0].tolist()
+        raise UserError(
+            f"documents: {int(documents[row, slot])} in row {row}, slot {slot}, where no document begins or goes on",
+            "give the slot where each token's document begins (not its number), and one past its own for padding",
+        )
 
 
 @dataclass(frozen=True)

@@ -61,8 +61,13 @@ class SwiGLU(nn.Module):
         self.down_proj = Linear(inner, width, bias=False)
         self._joined = basic.Joined()
 
+    def forget_joined(self) -> None:
+        """See `kernels.basic.Joined`."""
+        self._joined.forget()
+
     def forward(self, x: Tensor) -> Tensor:
         if basic.Joined.pays(x):
             both = F.linear(x, self._joined.of(self.gate_proj.weight, self.up_proj.weight))
             return self.down_proj(basic.swiglu(*both.chunk(2, dim=-1)))
+        self._joined.forget()
         return self.down_proj(basic.swiglu(self.gate_proj(x), self.up_proj(x)))

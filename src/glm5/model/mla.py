@@ -49,6 +49,11 @@ class MLA(nn.Module):
         self.indexer = Indexer(config)
         self._down, self._up = Joined(), Joined()
 
+    def forget_joined(self) -> None:
+        """See `kernels.basic.Joined`."""
+        self._down.forget()
+        self._up.forget()
+
     def forward(
         self,
         x_BTD: Tensor,
@@ -108,6 +113,7 @@ class MLA(nn.Module):
     def _project(self, x_BTD: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor | None, tuple[Tensor, Tensor] | None]:
         """Query latent, query, key-value row; and in decode the indexer's products, from the same calls."""
         if not Joined.pays(x_BTD) or self.q_a_proj.bias is not None:
+            self.forget_joined()
             q_latent = self.q_a_layernorm(self.q_a_proj(x_BTD))
             return q_latent, self.q_b_proj(q_latent), self.kv_a_proj_with_mqa(x_BTD), None, None
         own, index = (self.q_a_proj, self.kv_a_proj_with_mqa), (self.indexer.wk, self.indexer.weights_proj)

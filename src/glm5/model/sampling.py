@@ -36,6 +36,12 @@ class Sampling:
     vocab_size: int | None = None
 
     def __post_init__(self) -> None:
+        for name in ("temperature", "top_p", "min_p"):
+            if isinstance(getattr(self, name), bool) or not isinstance(getattr(self, name), int | float):
+                raise UserError(f"{name}={getattr(self, name)!r}", "must be a number")
+        for name in ("top_k", "vocab_size"):
+            if not (isinstance(getattr(self, name), int) or (name == "vocab_size" and self.vocab_size is None)):
+                raise UserError(f"{name}={getattr(self, name)!r}", "must be an integer")
         ranges = {
             "temperature": (0 <= self.temperature < float("inf"), "must be finite and at least 0"),
             "top_p": (0 < self.top_p <= 1, "must lie in (0, 1]"),
@@ -62,8 +68,8 @@ class Sampling:
         _check_finite(best_N1)
         if self.greedy:
             return torch.zeros_like(logits).scatter_(-1, id_N1, 1.0)
-        # Subtracting first keeps tiny temperatures from overflowing to inf - inf.
-        probs = ((logits - best_N1) / self.temperature).softmax(-1)
+        # Subtracting first keeps tiny temperatures from overflowing to inf - inf, the bound from dividing 0 by 0.
+        probs = ((logits - best_N1) / max(self.temperature, 1e-30)).softmax(-1)
         if 0 < self.top_k < probs.shape[-1] or self.top_p < 1:
             probs = self._truncate(probs)
         if self.min_p > 0:

@@ -78,6 +78,7 @@ def public_tensors(name: str, tensor: Tensor) -> Iterator[tuple[str, Tensor]]:
 
 
 # --------------------------------------------------------------------------- load
+@torch.inference_mode(False)  # what is loaded inside `inference_mode` may train, and its changes are counted
 def load_model(
     path: str | Path,
     *,
