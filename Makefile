@@ -26,7 +26,7 @@ lint: setup
 	@$(BIN)/lint-imports
 
 test: lint
-	@$(BIN)/python -m pytest $(ARGS)
+	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist worksteal $(ARGS)
 
 format: setup
 	@$(BIN)/ruff format .
