@@ -427,3 +427,10 @@ def test_tokenizer_and_meta_model(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match="meta"):
         save_model(empty, tmp_path / "b")
     assert not list((tmp_path / "b").iterdir())
+
+
+def test_a_model_of_more_elements_than_there_are_numbers_is_refused(tmp_path: Path) -> None:
+    write_public_checkpoint(tmp_path)
+    tiny_config(vocab_size=2**31 - 1, hidden_size=2**31 - 1).save(tmp_path)
+    with pytest.raises(CheckpointError, match="no such model can be"):
+        load_model(tmp_path)

@@ -38,6 +38,12 @@ def test_an_empty_corpus_name_is_not_the_current_directory() -> None:
         TextConfig(corpus="")
 
 
+@pytest.mark.parametrize("corpus", ["stdlib", "notes.jsonl"])
+def test_suffixes_choose_among_the_files_of_a_directory_only(corpus: str) -> None:
+    with pytest.raises(ConfigError, match="suffixes="):
+        TextConfig(corpus=corpus, suffixes=(".py",))
+
+
 @pytest.mark.parametrize("name", ["meta", "mps", "xpu", "cuda:99", "tpu", ""])
 def test_devices_that_are_not_here_are_refused(name: str) -> None:
     with pytest.raises(ConfigError, match="device="):

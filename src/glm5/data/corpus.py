@@ -133,7 +133,7 @@ def read_jsonl(path: str | Path, text_key: str = "text", id_key: str = "id") -> 
                 continue
             try:
                 record = json.loads(line)
-            except ValueError:  # a UnicodeDecodeError is one too
+            except (ValueError, RecursionError):  # not UTF-8 either, a number of 5,000 digits, brackets by the thousand
                 corpus.drop(id, "not JSON")
                 continue
             if not isinstance(record, dict):

@@ -102,8 +102,11 @@ def load_model(
     config = _read_config(path, config_changes)
     torch_dtype = _check_dtype(config.dtype if dtype is None else dtype)
     config = config.replace(dtype=str(torch_dtype).removeprefix("torch."))
-    with torch.device("meta"):
-        model = GLM5(config, seed=None)
+    try:
+        with torch.device("meta"):
+            model = GLM5(config, seed=None)
+    except (RuntimeError, OverflowError) as e:  # more elements than can be counted
+        raise CheckpointError(f"{path}: no such model can be ({e})", "Correct the sizes in its config.json") from None
     stored, index_problems = _read_headers(path)
     if config_changes.get("num_nextn_predict_layers") == 0:
         unused = f"model.layers.{config.num_hidden_layers}."

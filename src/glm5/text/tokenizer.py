@@ -44,6 +44,9 @@ def _byte_alphabet() -> dict[str, int]:
 _ALPHABET = _byte_alphabet()
 _CHARACTER_OF = {byte: character for character, byte in _ALPHABET.items()}
 _ESCAPED_BYTE = re.compile("([\udc80-\udcff])")
+# The library's trainer takes time quadratic in its longest word: hours for a megabyte of letters without a space.
+LONGEST_RUN = 1000
+_LONG_RUN = re.compile(rf"(\S{{{LONGEST_RUN}}}|\s{{{LONGEST_RUN}}})")
 
 
 class _Special:
@@ -129,7 +132,7 @@ class Tokenizer:
             initial_alphabet=sorted(_ALPHABET),
             show_progress=False,
         )
-        backend.train_from_iterator((_checked(text) for text in texts), trainer)
+        backend.train_from_iterator((piece for text in texts for piece in _short_runs(_checked(text))), trainer)
         found = backend.get_vocab_size()
         if found < vocab_size:
             raise DataError(
@@ -287,6 +290,13 @@ def _checked(text: str) -> str:
             'Keep it as bytes with text.encode("utf-8", "surrogatepass"), or replace it',
         ) from error
     return text
+
+
+def _short_runs(text: str) -> list[str]:
+    """The text, cut inside runs of more than `LONGEST_RUN` characters without (or of nothing but) blank space."""
+    if max(map(len, text.split()), default=0) < LONGEST_RUN and " " * LONGEST_RUN not in text:
+        return [text]
+    return [piece for piece in _LONG_RUN.split(text) if piece]
 
 
 def _bytes_of(token: str) -> bytes:

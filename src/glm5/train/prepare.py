@@ -49,6 +49,10 @@ class TextConfig:
     def __post_init__(self) -> None:
         if not self.corpus:
             raise ConfigError("corpus", "", "must name a directory, a file, or stdlib")
+        if self.suffixes and (self.corpus == STDLIB or self.corpus.endswith(".jsonl")):
+            raise ConfigError(
+                "suffixes", self.suffixes, f"choose files of a directory, and corpus={self.corpus} is none"
+            )
         if self.seq_len < 1:
             raise ConfigError("seq_len", self.seq_len, "must be at least 1")
         if not 0 <= self.held_out < 1:
