@@ -34,10 +34,6 @@ NOT_RUN = re.compile(r"<!-- not run: (\S.*\S|\S) -->")
 TIMEOUT_S = 400
 
 
-class NotRun(UserWarning):
-    """A block of the documents that the tests do not run."""
-
-
 @dataclass(frozen=True)
 class Block:
     """One fenced block: where it starts, its language and text, and why it is not run (empty: it is)."""
@@ -124,7 +120,7 @@ def test_commands_of_the_documents(document: Path, tmp_path: Path) -> None:
     directory = working_directory(tmp_path)
     for block in blocks(document.read_text(encoding="utf-8"), str(document.relative_to(ROOT))):
         if block.language in RUN and block.not_run:
-            warnings.warn(NotRun(f"{block.where} is not run: {block.not_run}"), stacklevel=1)
+            warnings.warn(f"{block.where} is not run: {block.not_run}", UserWarning, stacklevel=1)
         elif block.language in RUN:
             execute(block, directory)
 
