@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import io
+from types import SimpleNamespace
+
 import pytest
 
+from glm5.cli import chat, watch
 from glm5.cli import main as cli
-from glm5.cli import watch
 from glm5.cli.pretrain import choose
-from support.tiny import tiny_config
+from glm5.utils.errors import UserError
+from support.tiny import tiny_config, tiny_model
 
 
 @pytest.mark.parametrize(
@@ -55,3 +59,28 @@ def test_a_model_with_a_short_context_and_no_mtp_is_a_choice(tmp_path: object) -
 def test_convert_refuses_shards_without_size(size: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["convert", "a", "b", f"--max-shard-gb={size}"]) == 2
     assert "error: max_shard_gb=" in capsys.readouterr().err
+
+
+def test_a_terminal_that_is_not_utf_8_shows_what_it_can(monkeypatch: pytest.MonkeyPatch) -> None:
+    out = io.TextIOWrapper(io.BytesIO(), encoding="ascii")
+    monkeypatch.setattr("sys.stdout", out)
+    assert cli.main(["ledger", "--config", "nano", "--fit", "cpu:64"]) == 0
+    assert b"?" in out.buffer.getvalue()  # type: ignore[attr-defined]
+
+
+def test_a_chat_refuses_another_models_tokenizer() -> None:
+    tokenizer = SimpleNamespace(vocab_size=tiny_config().vocab_size + 1)
+    with pytest.raises(UserError, match="the tokenizer has 321 ids, the model 320"):
+        chat.Conversation(tiny_model(), tokenizer, chat.Settings())  # type: ignore[arg-type]
+
+
+def test_a_seed_has_64_bits() -> None:
+    tokenizer = SimpleNamespace(vocab_size=10)
+    with pytest.raises(UserError, match="seed=18446744073709551616"):
+        chat.Conversation(tiny_model(), tokenizer, chat.Settings(seed=2**64))  # type: ignore[arg-type]
+
+
+def test_bytes_that_are_not_utf_8_reach_the_tokenizer_as_bytes() -> None:
+    assert chat._as_read("é") == "é"
+    assert chat._as_read(b"a\xff\xfe".decode("utf-8", "surrogateescape")) == b"a\xff\xfe"
+    assert chat._as_read("\ud800") == "\ud800"

@@ -7,6 +7,7 @@ terminal does, without its decoration. Read next: `glm5.model.generate`.
 
 from __future__ import annotations
 
+import io
 import re
 import select
 import sys
@@ -97,6 +98,8 @@ def main(argv: Sequence[str]) -> int:
         return 0
     if sys.stdin.isatty():
         return terminal(conversation)
+    if isinstance(sys.stdin, io.TextIOWrapper):
+        sys.stdin.reconfigure(errors="surrogateescape")  # see `_as_read`
     return pipe(conversation, sys.stdin)
 
 
@@ -127,6 +130,9 @@ class Conversation:
     """
 
     def __init__(self, model: GLM5, tokenizer: Tokenizer, settings: Settings) -> None:
+        if tokenizer.vocab_size > model.config.vocab_size:
+            what = f"the tokenizer has {tokenizer.vocab_size} ids, the model {model.config.vocab_size}"
+            raise UserError(what, "Put the tokenizer that the model was trained with beside it")
         self.model, self.tokenizer = model, tokenizer
         self.settings = settings
         self.last = Answer()
@@ -144,6 +150,8 @@ class Conversation:
         Sampling(new.temperature, new.top_p, new.top_k, new.min_p)
         if new.max_new_tokens < 1:
             raise UserError(f"max_new_tokens={new.max_new_tokens}", "must be at least 1")
+        if new.seed is not None and not -(2**63) <= new.seed < 2**64:
+            raise UserError(f"seed={new.seed}", "must be an integer of 64 bits")
         if new.speculate < 0:
             raise UserError(f"speculate={new.speculate}", "must be at least 0")
         if new.speculate and not self.model.config.num_nextn_predict_layers:
@@ -181,7 +189,7 @@ class Conversation:
         stop = set(self.model.config.eos_token_id)
         if self.ids and self.ids[-1] in stop:
             self.reset()
-        ids = (self.ids or list(self.tokenizer.prefix_ids)) + self.tokenizer.encode(text)
+        ids = (self.ids or list(self.tokenizer.prefix_ids)) + self.tokenizer.encode(_as_read(text))
         # The cache lacks the last token of the answer before; after an interrupt it may hold more than was yielded.
         self.cache.crop(len(ids) - 1)
         s, stats = self.settings, SpeculationStats()
@@ -250,6 +258,18 @@ def show(conversation: Conversation, text: str) -> None:
         sys.stdout.write("\n")
         sys.stdout.flush()
         print(_dim(f"[{conversation.last.line()}]"), file=sys.stderr, flush=True)
+
+
+def _as_read(text: str) -> str | bytes:
+    """What was read and is not UTF-8 came as lone surrogates: as the bytes that it was, every tokenizer spells it."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        try:
+            return text.encode("utf-8", "surrogateescape")
+        except UnicodeEncodeError:
+            return text  # others, which only a program can have made: the tokenizer refuses them
+    return text
 
 
 def _dim(text: str) -> str:

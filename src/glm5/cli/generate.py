@@ -7,6 +7,7 @@ Read next: `glm5.model.generate`.
 from __future__ import annotations
 
 import json
+import os
 import sys
 import time
 from dataclasses import dataclass
@@ -88,7 +89,8 @@ def run(options: GenerateOptions) -> dict[str, Any]:
             f"{options.checkpoint}: the tokenizer has {tokenizer.vocab_size} ids, the model {model.config.vocab_size}",
             "Put the tokenizer that the model was trained with beside it",
         )
-    prompt: str | bytes = sys.stdin.buffer.read() if options.prompt == "-" else options.prompt
+    # Arguments that are not UTF-8 come with lone surrogates: as bytes, the tokenizer spells them.
+    prompt = sys.stdin.buffer.read() if options.prompt == "-" else os.fsencode(options.prompt)
     prompt_ids = [*tokenizer.prefix_ids, *tokenizer.encode(prompt)]
     stats, decoder = SpeculationStats(), StreamDecoder(tokenizer, skip_control=True)
     ids: list[int] = []

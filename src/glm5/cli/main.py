@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import difflib
 import importlib
+import io
 import json
 import os
 import re
@@ -57,6 +58,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     # several times as long; these turns are about what the next call is away. Read when torch is first imported.
     os.environ.setdefault("GOMP_SPINCOUNT", "20000")
     as_json = "--json" in arguments
+    for stream in (sys.stdout, sys.stderr):  # a terminal that cannot show a sign shows another, and the work goes on
+        if isinstance(stream, io.TextIOWrapper) and not stream.encoding.lower().startswith("utf"):
+            stream.reconfigure(errors="replace")
     try:
         status = _run(arguments)
         sys.stdout.flush()  # here, where a reader that has gone is still handled

@@ -25,7 +25,7 @@ from glm5.data.loader import TokenDataset
 from glm5.data.shards import TokenStore, write_tokens
 from glm5.text.tokenizer import Tokenizer, load_tokenizer
 from glm5.utils.errors import ConfigError, DataError, FileError
-from glm5.utils.files import file_errors, read_json, write_json
+from glm5.utils.files import file_errors, read_json, require_writable, write_json
 
 STDLIB = "stdlib"
 _VERSION = 1  # of what happens between the documents and the tokens
@@ -174,6 +174,7 @@ def _make(
     with file_errors(directory, "replace"):
         if directory.exists():
             shutil.rmtree(directory)
+    require_writable(directory)  # before minutes of filtering and tokenizing
     documents, exact = drop_exact_copies(corpus.documents)
     held_out: list[Document] = []
     near: Sequence[Any] = ()
