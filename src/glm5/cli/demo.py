@@ -46,13 +46,13 @@ class Recipe:
     held_out_rows: int | None = None
     pretrain: TrainConfig = field(
         default_factory=lambda: TrainConfig(
-            steps=440,
+            steps=360,
             batch=BatchWarmup(4, 8, 640, multiple=4),
             micro_batch=8,
             lr=LearningRate(peak=0.01, final=0.0005, warmup_steps=20),
             bias_rate=5e-3,  # in hundreds of steps, not hundreds of thousands
             mtp_share=0.25,
-            save_every=110,
+            save_every=120,
         )
     )
     warmup: TrainConfig = field(
