@@ -4,8 +4,8 @@ Run by test_resume.py in a process of its own, which forks (so that torch is imp
 
     python resume_victim.py DIRECTORY STAGE PRECISION KILLS
 
-Every other kill comes after a random time; the rest at a random file operation after a start's first step, which is
-often inside a save, the first time always.
+Kills come in turn at a random file operation after a start's first step (which is often inside a save, the first time
+always), at a random micro-batch (always outside one), and after a random time.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from typing import Any
 import torch
 from saving_victim import kill_me_at
 
-from glm5.data.loader import TokenDataset
+from glm5.data.loader import Batch, Loader, TokenDataset
 from glm5.train.loop import Trainer
 from glm5.train.schedule import BatchWarmup
 from glm5.utils.runlog import read_metrics
@@ -34,7 +34,25 @@ STEPS = 10
 TIMED = ("time", "tokens_per_second", "memory_mib")
 
 
-def train(directory: Path, data: TokenDataset, stage: Any, precision: Any, kill_at: int | None) -> None:
+Kill = tuple[str, int] | None
+"""("operation" or "batch", which one), or None: nothing inside the child kills it."""
+
+
+def kill_me_at_batch(n: int) -> None:
+    """SIGKILL this process when it asks for its n-th micro-batch."""
+    load, left = Loader.batch, n
+
+    def counted(self: Loader, index: int, count: int) -> Batch:
+        nonlocal left
+        left -= 1
+        if left == 0:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return load(self, index, count)
+
+    Loader.batch = counted  # type: ignore[method-assign]
+
+
+def train(directory: Path, data: TokenDataset, stage: Any, precision: Any, kill: Kill) -> None:
     """The run: a growing batch, micro-batches of unequal size, MTP on a part of the rows, a falling learning rate."""
     of = trainer(
         directory,
@@ -48,7 +66,10 @@ def train(directory: Path, data: TokenDataset, stage: Any, precision: Any, kill_
         measure_every=3,
         save_every=2,
     )
-    pending = [] if kill_at is None else [kill_at]
+    kind, number = kill or ("", 0)
+    pending = [number] if kind == "operation" else []
+    if kind == "batch":
+        kill_me_at_batch(number)
 
     def arm(_: Trainer) -> None:
         if pending:
@@ -72,13 +93,13 @@ def result(directory: Path) -> dict[str, Any]:
     }
 
 
-def child(directory: Path, data: TokenDataset, stage: str, precision: str, kill_at: int | None) -> int:
-    """Fork a child that trains, quietly, and kills itself at a file operation if told so. Returns its process id."""
+def child(directory: Path, data: TokenDataset, stage: str, precision: str, kill: Kill) -> int:
+    """Fork a child that trains, quietly, and kills itself where it is told to. Returns its process id."""
     pid = os.fork()
     if pid:
         return pid
     with (directory / "errors").open("a") as errors, contextlib.redirect_stderr(errors):
-        train(directory, data, stage, precision, kill_at)
+        train(directory, data, stage, precision, kill)
     os._exit(0)
 
 
@@ -100,12 +121,12 @@ def main(directory: Path, stage: str, precision: str, kills: int) -> None:
     rng = random.Random(stage + precision)  # noqa: S311
     during_save = in_steps = 0
     for n in range(kills):
-        timed = n % 2 == 1
         before = unfinished(broken)
         operation = rng.randrange(10, 20) if n == 0 else rng.randrange(5, 45)
-        pid = child(broken, data, stage, precision, None if timed else operation)
-        if timed:
-            time.sleep(rng.uniform(0.4, 1.0) * duration)
+        kill: Kill = (("operation", operation), ("batch", rng.randrange(6, 10)), None)[n % 3]
+        pid = child(broken, data, stage, precision, kill)
+        if kill is None:
+            time.sleep(rng.uniform(0.2, 0.8) * duration)
             os.kill(pid, signal.SIGKILL)
         _, status = os.waitpid(pid, 0)
         assert os.WIFSIGNALED(status) or status == 0, (broken / "errors").read_text()
