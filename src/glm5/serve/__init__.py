@@ -1,0 +1,1 @@
+"""The engine and its server: a prompt becomes tokens. Read next: `request`."""
