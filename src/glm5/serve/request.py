@@ -42,7 +42,7 @@ class SamplingParams:
         max_new_tokens: None is whatever the context has room for. min_new_tokens: no stop before so many.
         temperature: 0 is greedy. top_p, top_k (0 or -1 keep all), min_p: as `glm5.model.sampling.Sampling`.
         frequency_penalty, presence_penalty: taken from the logits of ids that were generated, by count or at all.
-        repetition_penalty: divides positive and multiplies negative logits of ids in the prompt or generated; 1 is none.
+        repetition_penalty: divides positive, multiplies negative logits of ids in prompt and answer; 1 is none.
         logit_bias: added to the logits of these ids.
         seed: of this request's draws, which then depend on nothing else; answer i of n uses its own stream of it.
         stop: strings that end the answer; they are left out of the text unless `no_stop_trim`.
@@ -156,9 +156,7 @@ def check(request: Request, *, vocab_size: int, context: int) -> None:
     if bad is not None:
         raise UserError(f"input_ids: {bad!r} is no token id", f"ids lie in [0, {vocab_size})")
     if len(ids) >= context:
-        raise UserError(
-            f"a prompt of {len(ids)} tokens leaves no room in a context of {context}", "shorten the prompt"
-        )
+        raise UserError(f"a prompt of {len(ids)} tokens leaves no room in a context of {context}", "shorten the prompt")
     numbers = {
         "temperature": (0, 100.0),
         "min_p": (0, 1),
