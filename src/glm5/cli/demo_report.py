@@ -13,36 +13,38 @@ from glm5.utils.plots import Report
 from glm5.utils.runlog import describe_environment, read_metrics
 
 if TYPE_CHECKING:
-    from glm5.cli.demo import Recipe
-    from glm5.model.config import ModelConfig
+    from glm5.model.glm5 import GLM5
     from glm5.train.evaluate import Drafting
+    from glm5.train.sparsify import Sparsified
 
 
 def summarise(
-    recipe: Recipe,
-    config: ModelConfig,
-    counts: dict[str, Any],
+    model: GLM5,
+    found: Sparsified,
     xz: float,
-    parameters: int,
-    bits: dict[str, float],
-    recall: dict[str, list[float]],
     drafts: Drafting,
     completions: dict[str, str],
     times: dict[str, float],
+    context: int,
 ) -> dict[str, Any]:
-    """Every figure of the demo, as JSON values."""
+    """Every figure of the demo, as JSON values.
+
+    Args:
+        xz: bits per byte of `xz -9e`. context: tokens in a row.
+    """
     from glm5.ledger.memory import cache_bytes
     from glm5.model.cache import Cache
 
+    config = model.config
     held = Cache(config, capacity=1).nbytes(used=False)
     counted = cache_bytes(config, "fp32").total * config.num_cache_layers
-    mean = {name: sum(layers) / len(layers) for name, layers in recall.items()}
     total = sum(times.values())
     lines = [
         "",
         f"bits per byte on held-out files   xz -9e {xz:.3f}   "
-        + "   ".join(f"{name} {value:.3f}" for name, value in bits.items()),
-        "indexer recall of attention mass  " + "   ".join(f"{name} {value:.3f}" for name, value in mean.items()),
+        + "   ".join(f"{name} {value:.3f}" for name, value in found.bits_per_byte.items()),
+        "indexer recall of attention mass  "
+        + "   ".join(f"{name} {value:.3f}" for name, value in found.recall.items()),
         f"drafting with {drafts.drafts} drafts           {drafts.accept_length:.2f} tokens a verification, "
         f"{'identical to plain decoding' if drafts.identical else 'NOT identical to plain decoding'}, "
         f"{drafts.plain_tokens_per_second:.0f} -> {drafts.drafted_tokens_per_second:.0f} tokens/s "
@@ -53,10 +55,10 @@ def summarise(
     return {
         "date": time.strftime("%Y-%m-%d"),
         "environment": describe_environment(),
-        "model": {"parameters": parameters, **config.to_dict()},
-        "corpus": counts,
-        "bits_per_byte": {"xz -9e": xz, **bits},
-        "indexer_recall": recall,
+        "model": {"parameters": sum(p.numel() for p in model.parameters()), **config.to_dict()},
+        "corpus": found.result["corpus"],
+        "bits_per_byte": {"xz -9e": xz, **found.bits_per_byte},
+        "indexer_recall": found.result["recall_by_layer"],
         "drafting": {
             "drafts": drafts.drafts,
             "identical_to_plain": drafts.identical,
@@ -67,7 +69,7 @@ def summarise(
             "speedup": drafts.speedup,
         },
         "cache_bytes_per_token": {"held": held, "ledger": counted},
-        "context": recipe.text.seq_len,
+        "context": context,
         "index_topk": config.index_topk,
         "completions": completions,
         "seconds": times,
