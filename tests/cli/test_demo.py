@@ -60,7 +60,7 @@ def test_figures_are_those_of_the_two_runs_and_stay(tmp_path: Path, monkeypatch:
     page = (run / "report.html").read_text()
     for name, bits in first["bits_per_byte"].items():
         assert name in page
-        assert str(round(bits, 4)) in page
+        assert f"{bits:.4g}" in page
 
     monkeypatch.setattr(Trainer, "step", lambda _: pytest.fail("trained again"))
     again = demo.run(tiny(tmp_path), console)
