@@ -338,6 +338,8 @@ def test_metrics_say_what_happened(tmp_path: Path) -> None:
     assert 0 < records[0]["indexer_recall"] < 1
     assert len(records[0]["attention_logit_max_by_layer"]) == 3
     assert records[0]["update_rms"]["w_uk"] > 0
+    for r in records:
+        assert r["bits_per_byte"] == pytest.approx(r["loss"] / math.log(2) / data.bytes_per_token)
 
 
 def predictions(of: Trainer, first: int, count: int) -> int:

@@ -245,7 +245,7 @@ def test_bytes_per_token_turns_loss_into_bits_per_byte(tmp_path: Path) -> None:
     pretrain(config(tmp_path, train=dict(steps=1)), lambda _: None)
     data = open_data(tmp_path)
     predicted = sum(int(data.training.batch([row]).targets(1)[1].sum()) for row in range(data.training.rows))
-    assert data.bytes_per_token == data.training.text_bytes / predicted
+    assert data.training.bytes_per_token == data.training.text_bytes / predicted
 
 
 def test_few_held_out_tokens_are_measured_in_shorter_rows(tmp_path: Path) -> None:

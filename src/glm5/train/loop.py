@@ -47,7 +47,6 @@ class Trainer:
     Args:
         config: the stage. model: trained in place. loader: its rows.
         directory: of the run: checkpoints, metrics, configuration.
-        bytes_per_token: of the training text, to report bits per byte.
 
     A checkpoint that the directory already holds is resumed from, unless its configuration differs (an error).
 
@@ -55,18 +54,9 @@ class Trainer:
         ConfigError, DataError: as `check_stage`.
     """
 
-    def __init__(
-        self,
-        config: TrainConfig,
-        model: GLM5,
-        loader: Loader,
-        directory: str | Path,
-        *,
-        bytes_per_token: float | None = None,
-    ) -> None:
+    def __init__(self, config: TrainConfig, model: GLM5, loader: Loader, directory: str | Path) -> None:
         check_stage(config, model.config, loader.dataset)
-        self.config, self.model, self.loader = config, model, loader
-        self.directory, self.bytes_per_token = Path(directory), bytes_per_token
+        self.config, self.model, self.loader, self.directory = config, model, loader, Path(directory)
         given = {name: p.detach() for name, p in model.named_parameters()}
         self.model.to(self._dtype()).train()
         for name, parameter in model.named_parameters():
@@ -140,7 +130,7 @@ class Trainer:
         self.samples += count
         self.tokens += counts.tokens
         metrics = {
-            **totals.metrics(self.bytes_per_token, recall=not config.sparse),
+            **totals.metrics(self.loader.dataset.bytes_per_token, recall=not config.sparse),
             "lr": lr,
             "grad_norm": norm,
             "tokens": self.tokens,

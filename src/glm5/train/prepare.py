@@ -68,11 +68,6 @@ class Prepared:
     held_out: TokenDataset | None
     counts: dict[str, Any]
 
-    @property
-    def bytes_per_token(self) -> float:
-        """Of the training text; see `TokenDataset`."""
-        return self.training.bytes_per_token
-
 
 def collect(config: TextConfig) -> Corpus:
     """The documents of `config.corpus`. Errors as in `glm5.data.corpus`."""
@@ -124,7 +119,7 @@ def prepare(
     counts = found.counts
     say(
         f"data      {counts['training_documents']:,} documents and {counts['training_tokens']:,} tokens to learn from, "
-        f"{counts['held_out_documents']:,} documents held out; {found.bytes_per_token:.2f} bytes a token"
+        f"{counts['held_out_documents']:,} documents held out; {found.training.bytes_per_token:.2f} bytes a token"
     )
     return found
 

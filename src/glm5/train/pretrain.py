@@ -187,7 +187,7 @@ def train(config: PretrainConfig, data: Prepared, run: Path) -> Trainer:
     """The training itself, in `run`."""
     model = GLM5(config.model, seed=config.init_seed).to(config.device)
     loader = Loader(data.training, config.train.seed, config.model.vocab_size)
-    trainer = Trainer(config.train, model, loader, run, bytes_per_token=data.bytes_per_token)
+    trainer = Trainer(config.train, model, loader, run)
     trainer.run(resolved=replace(config, dry_run=False), may_differ=MAY_DIFFER, title="pretrain")
     return trainer
 

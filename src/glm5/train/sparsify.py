@@ -127,7 +127,7 @@ def sparsify(config: SparsifyConfig, say: Say = print) -> Sparsified:
 
 def _train(stage: TrainConfig, model: GLM5, data: Prepared, directory: Path, title: str) -> Trainer:
     loader = Loader(data.training, stage.seed, model.config.vocab_size)
-    trainer = Trainer(stage, model, loader, directory, bytes_per_token=data.bytes_per_token)
+    trainer = Trainer(stage, model, loader, directory)
     trainer.run(title=title)
     return trainer
 

@@ -67,13 +67,12 @@ class Totals:
     def add_indexer(self, losses: list[IndexerLoss]) -> None:
         self.indexers.add(losses)
 
-    def metrics(self, bytes_per_token: float | None, *, recall: bool) -> dict[str, Any]:
+    def metrics(self, bytes_per_token: float, *, recall: bool) -> dict[str, Any]:
         out: dict[str, Any] = {}
         if self.ce is not None and self.ce_tokens is not None:
             losses = (self.ce / self.ce_tokens.clamp(min=1)).tolist()
             out["loss"] = losses[0]
-            if bytes_per_token:
-                out["bits_per_byte"] = losses[0] / math.log(2) / bytes_per_token
+            out["bits_per_byte"] = losses[0] / math.log(2) / bytes_per_token
             out.update({f"mtp_loss_{d}": x for d, x in enumerate(losses[1:], 1)})
         if self.loads:
             share = torch.stack(self.loads).float()

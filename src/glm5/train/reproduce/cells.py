@@ -167,14 +167,8 @@ class Lab:
             model = GLM5(cell.model, seed=cell.seed)
         else:
             model = self._train(cell.parent, watch).fp32_model().requires_grad_(True)
-        training = self.text.training
-        trainer = Trainer(
-            cell.train,
-            model.to(self.device),
-            Loader(training, cell.train.seed, cell.model.vocab_size),
-            self.directory / cell.name,
-            bytes_per_token=training.bytes_per_token,
-        )
+        loader = Loader(self.text.training, cell.train.seed, cell.model.vocab_size)
+        trainer = Trainer(cell.train, model.to(self.device), loader, self.directory / cell.name)
         trainer.run(resolved=cell, title=cell.name, on_step=None if watch is None else watch(cell))
         return trainer
 
