@@ -47,7 +47,8 @@ def optimizer_step(args: argparse.Namespace) -> None:
         model.zero_grad()
         trunk = model.hidden(ids, sparse=False)
         depths = list(model.mtp_hidden(trunk, ids, 3, sparse=False))
-        loss = language_model_loss([trunk, *depths], model.lm_head.weight, ids, mtp_weight=0.3)
+        targets = [(ids[:, : h.shape[1]], torch.ones(h.shape[:2], device=ids.device)) for h in (trunk, *depths)]
+        loss = language_model_loss([trunk, *depths], model.lm_head.weight, targets, mtp_weight=0.3)
         (loss.loss_sum / loss.tokens[0]).backward()
 
     step = best_ms(forward_backward, args.repeat, args.device)

@@ -1,5 +1,6 @@
-"""MTP targets by hand, the joint loss against plain cross-entropy, balance and bias by hand, and split invariance."""
+"""The joint loss against plain cross-entropy, balance and bias by hand, and split invariance."""
 
+import itertools
 import math
 
 import pytest
@@ -9,46 +10,13 @@ import torch.nn.functional as F
 from glm5.model.glm5 import GLM5
 from glm5.model.presets import nano
 from glm5.model.trace import Aux, Trace
-from glm5.train.losses import language_model_loss, mtp_targets, router_bias_update, sequence_balance_loss
+from glm5.train.losses import language_model_loss, router_bias_update, sequence_balance_loss
 
 TINY = dict(hidden_size=32, vocab_size=64, num_hidden_layers=2, intermediate_size=48, moe_intermediate_size=16)
 
 
 def _generator(seed=0):
     return torch.Generator().manual_seed(seed)
-
-
-# --------------------------------------------------------------------------- targets
-def test_targets_of_one_document_by_hand():
-    ids = torch.tensor([[10, 11, 12, 13, 14]])
-    targets, weights = mtp_targets(ids)
-    assert targets.tolist() == [[11, 12, 13, 14, 0]]
-    assert weights.tolist() == [[1, 1, 1, 1, 0]]
-    targets, weights = mtp_targets(ids, depth=2)
-    assert targets.tolist() == [[13, 14, 0]]
-    assert weights.tolist() == [[1, 1, 0]]
-
-
-def test_rows_longer_than_the_queries_leave_no_query_without_target():
-    ids = torch.tensor([[10, 11, 12, 13, 14, 15]])
-    for depth, expected in enumerate(([11, 12, 13], [12, 13, 14], [13, 14, 15])):
-        targets, weights = mtp_targets(ids, depth=depth, queries=3)
-        assert targets.tolist() == [expected]
-        assert weights.tolist() == [[1, 1, 1]]
-
-
-def test_targets_never_cross_a_document():
-    ids = torch.tensor([[10, 11, 12, 20, 21, 30]])
-    documents = torch.tensor([[0, 0, 0, 3, 3, 5]])
-    assert mtp_targets(ids, documents)[1].tolist() == [[1, 1, 0, 1, 0, 0]]
-    assert mtp_targets(ids, documents, depth=1)[1].tolist() == [[1, 0, 0, 0, 0]]
-    assert mtp_targets(ids, documents, depth=2)[1].tolist() == [[0, 0, 0, 0]]
-
-
-def test_more_depths_than_tokens_give_no_weight():
-    targets, weights = mtp_targets(torch.tensor([[7, 8]]), depth=3, queries=2)
-    assert targets.tolist() == [[0, 0]]
-    assert not weights.any()
 
 
 # --------------------------------------------------------------------------- the joint loss
@@ -62,16 +30,26 @@ def _joint_inputs(batch=3, slots=9, width=6, vocab=20):
     return hidden, head, ids, documents, mask
 
 
-def _plain_loss(hidden, head, ids, documents, mask, mtp_weight):
+def _targets(hidden, ids, documents, mask):
+    """Of each depth, the token depth + 1 ahead and its weight in the mask: 0 past the row or in another document."""
+    found = []
+    for depth, h in enumerate(hidden):
+        target, weight = torch.zeros(h.shape[:2], dtype=torch.int64), torch.zeros(h.shape[:2])
+        for b, t in itertools.product(*map(range, h.shape[:2])):
+            s = t + depth + 1
+            if s < ids.shape[1] and documents[b, s] == documents[b, t]:
+                target[b, t], weight[b, t] = ids[b, s], mask[b, s]
+        found.append((target, weight))
+    return found
+
+
+def _plain_loss(hidden, head, targets, mtp_weight):
     """The formula with loops over positions."""
     sums = []
-    for depth, h in enumerate(hidden):
+    for h, (target, weight) in zip(hidden, targets, strict=True):
         total = head.new_zeros(())
-        for b in range(ids.shape[0]):
-            for t in range(h.shape[1]):
-                s = t + depth + 1
-                if s < ids.shape[1] and documents[b, s] == documents[b, t]:
-                    total = total + mask[b, s] * F.cross_entropy(head @ h[b, t], ids[b, s])
+        for b, t in itertools.product(*map(range, h.shape[:2])):
+            total = total + weight[b, t] * F.cross_entropy(head @ h[b, t], target[b, t])
         sums.append(total)
     return sums, sums[0] + mtp_weight / (len(hidden) - 1) * sum(sums[1:])
 
@@ -81,9 +59,10 @@ def test_joint_loss_and_gradients_equal_the_formula():
     leaves = [*hidden, head]
     for leaf in leaves:
         leaf.requires_grad_()
-    sums, expected = _plain_loss(hidden, head, ids, documents, mask, 0.3)
+    targets = _targets(hidden, ids, documents, mask)
+    sums, expected = _plain_loss(hidden, head, targets, 0.3)
     expected_grads = torch.autograd.grad(expected, leaves)
-    out = language_model_loss(hidden, head, ids, documents, mask, mtp_weight=0.3, chunk=5)
+    out = language_model_loss(hidden, head, targets, mtp_weight=0.3, chunk=5)
     grads = torch.autograd.grad(out.loss_sum, leaves)
     torch.testing.assert_close(out.loss_sum, expected)
     torch.testing.assert_close(out.ce_sums, torch.stack(sums).detach())
@@ -94,14 +73,15 @@ def test_joint_loss_and_gradients_equal_the_formula():
 
 def test_token_counts_are_the_weights_of_each_depth():
     hidden, head, ids, documents, _ = _joint_inputs()
-    out = language_model_loss(hidden, head, ids, documents, mtp_weight=0.3)
+    out = language_model_loss(hidden, head, _targets(hidden, ids, documents, torch.ones(ids.shape)), mtp_weight=0.3)
     # Runs of n tokens in one document give n - 1 - depth targets: lengths 9; 4, 5; 2, 6, 1.
     assert out.tokens.tolist() == [8 + 3 + 4 + 1 + 5, 7 + 2 + 3 + 4, 6 + 1 + 2 + 3, 5 + 1 + 2]
 
 
 def test_without_mtp_it_is_the_main_loss():
     hidden, head, ids, *_ = _joint_inputs()
-    out = language_model_loss(hidden[:1], head, ids)
+    ones = torch.ones(ids.shape)
+    out = language_model_loss(hidden[:1], head, _targets(hidden[:1], ids, torch.zeros_like(ids), ones))
     expected = F.cross_entropy((hidden[0][:, :-1] @ head.T).flatten(0, 1), ids[:, 1:].flatten(), reduction="sum")
     torch.testing.assert_close(out.loss_sum, expected)
 
@@ -113,8 +93,9 @@ def _gradients(model, micro_batches, tokens, sequences):
     for ids in micro_batches:
         aux = Aux(balance=True)
         trunk = model.hidden(ids, sparse=False, aux=aux)
-        depths = list(model.mtp_hidden(trunk, ids, 3, sparse=False, aux=aux))
-        lm = language_model_loss([trunk, *depths], model.lm_head.weight, ids, mtp_weight=0.3)
+        hidden = [trunk, *model.mtp_hidden(trunk, ids, 3, sparse=False, aux=aux)]
+        targets = _targets(hidden, ids, torch.zeros_like(ids), torch.ones(ids.shape))
+        lm = language_model_loss(hidden, model.lm_head.weight, targets, mtp_weight=0.3)
         balance = torch.stack(aux.balance_losses).sum()
         loss = lm.loss_sum / tokens + 1e-2 * balance / sequences
         loss.backward()

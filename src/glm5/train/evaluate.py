@@ -54,7 +54,7 @@ def held_out(
     for batch in dataset.batches(rows_at_once, max_rows):
         on = Rows.of(batch, model.device)
         hidden_BTD = model.hidden(on.input_BT, documents=on.documents_BT, sparse=sparse)
-        target_BT, weight_BT = (torch.from_numpy(x).to(model.device) for x in batch.targets(1))
+        target_BT, weight_BT = on.targets[0]
         out = linear_logprobs(hidden_BTD.flatten(0, 1), model.lm_head.weight, target_BT.flatten(), with_argmax=True)
         counted_N = weight_BT.flatten() > 0
         nats -= float(out.logprobs_N[counted_N].double().sum())

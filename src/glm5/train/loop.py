@@ -153,9 +153,8 @@ class Trainer:
         """
         config, model = self.config, self.model
         aux = Aux(indexer=config.trains_indexer, balance=config.trains_model, valid=rows.valid_BT)
-        hidden = [
-            model.hidden(rows.input_BT, documents=rows.documents_BT, sparse=config.sparse, aux=aux),
-        ]
+        hidden = [model.hidden(rows.input_BT, documents=rows.documents_BT, sparse=config.sparse, aux=aux)]
+        targets = [rows.targets[0]]
         kept = min(len(rows.ids_BS), max(0, counts.mtp_rows - first))
         if kept:
             share = rows.head(kept)
@@ -168,18 +167,12 @@ class Trainer:
                 sparse=config.sparse,
                 aux=aux,
             )
+            targets += share.targets[1 : len(hidden)]
         scale = counts.rows / counts.mtp_rows if kept else 0.0
         per_depth = scale / config.mtp_depths if kept else 0.0
         loss = hidden[0].new_zeros((), dtype=torch.float32)
         if config.trains_model:
-            lm = language_model_loss(
-                hidden,
-                model.lm_head.weight,
-                rows.ids_BS,
-                rows.document_BS,
-                rows.loss_BS,
-                mtp_weight=config.mtp_weight * scale,
-            )
+            lm = language_model_loss(hidden, model.lm_head.weight, targets, mtp_weight=config.mtp_weight * scale)
             loss = loss + lm.loss_sum / counts.tokens
             totals.add_lm(lm.ce_sums, lm.tokens)
             if aux.balance_losses:

@@ -12,7 +12,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from glm5.kernels.balance import sequence_balance_loss
@@ -21,7 +20,6 @@ from glm5.kernels.cross_entropy import linear_cross_entropy
 __all__ = [
     "LanguageModelLoss",
     "language_model_loss",
-    "mtp_targets",
     "router_bias_update",
     "sequence_balance_loss",
 ]
@@ -43,45 +41,10 @@ class LanguageModelLoss:
     tokens: Tensor
 
 
-def mtp_targets(
-    ids_BS: Tensor, documents_BS: Tensor | None = None, depth: int = 0, queries: int | None = None
-) -> tuple[Tensor, Tensor]:
-    """What the hidden states of one depth predict: position t predicts token t + depth + 1 of its own document.
-
-    Args:
-        ids_BS: int64 [B, S], tokens of the row; S may exceed the number of queries, so that the last ones have
-            targets too.
-        documents_BS: [B, S], for packed rows: the slot where each token's document begins. None is one document.
-        depth: 0 for the main head, 1, 2, 3 for MTP.
-        queries: how many positions T have hidden states; by default S - depth, as many as `GLM5.mtp_hidden` gives.
-
-    Returns:
-        targets_BT, int64 (0 where there is none), and weights_BT, fp32: 1 for a target inside the document, else 0.
-    """
-    if depth < 0:
-        raise ValueError(f"depth={depth}: must be at least 0")
-    batch, slots = ids_BS.shape
-    queries = slots - depth if queries is None else queries
-    shift = depth + 1
-    # Pad behind, so that every query has a target slot; the padding's weight is 0.
-    missing = max(0, queries + shift - slots)
-    targets_BT = F.pad(ids_BS, (0, missing))[:, shift : shift + queries]
-    inside_T = torch.arange(shift, shift + queries, device=ids_BS.device) < slots
-    weights_BT = inside_T.expand(batch, queries)
-    if documents_BS is not None:
-        if documents_BS.shape != ids_BS.shape:
-            raise ValueError(f"documents {list(documents_BS.shape)} and ids {list(ids_BS.shape)} differ in shape")
-        theirs_BT = F.pad(documents_BS, (0, missing), value=-1)[:, shift : shift + queries]
-        weights_BT = weights_BT & (theirs_BT == F.pad(documents_BS, (0, missing), value=-1)[:, :queries])
-    return targets_BT, weights_BT.float()
-
-
 def language_model_loss(
     hidden: Sequence[Tensor],
     head_VD: Tensor,
-    ids_BS: Tensor,
-    documents_BS: Tensor | None = None,
-    token_weights_BS: Tensor | None = None,
+    targets: Sequence[tuple[Tensor, Tensor]],
     *,
     mtp_weight: float = 0.0,
     chunk: int | None = None,
@@ -92,29 +55,19 @@ def language_model_loss(
     however many depths share it.
 
     Args:
-        hidden: [B_d, T_d, D] for d = 0 (the trunk) ... D, after their final norms; any T_d, aligned at position 0, of
-            the first B_d rows.
+        hidden: [B_d, T_d, D] for d = 0 (the trunk) ... D, after their final norms.
         head_VD: the shared head.
-        ids_BS, documents_BS: as in `mtp_targets`.
-        token_weights_BS: weight of each token of the row as a target (a loss mask); None is 1 for all.
+        targets: for each of them (target_BT, weight_BT): the token d + 1 ahead, int64, and its weight, 0 where it does
+            not count. `glm5.data.packing.targets_at_depth` makes them of packed rows.
         mtp_weight: lambda; each of the D depths weighs lambda / D.
         chunk: tokens to a chunk of logits.
     """
     depths = len(hidden) - 1
-    targets, weights, factors = [], [], []
-    for depth, hidden_BTD in enumerate(hidden):
-        rows, queries = hidden_BTD.shape[:2]
-        documents = None if documents_BS is None else documents_BS[:rows]
-        targets_BT, weights_BT = mtp_targets(ids_BS[:rows], documents, depth, queries)
-        if token_weights_BS is not None:
-            shifted = F.pad(token_weights_BS[:rows].float(), (0, max(0, queries + depth + 1 - ids_BS.shape[1])))
-            weights_BT = weights_BT * shifted[:, depth + 1 : depth + 1 + queries]
-        targets.append(targets_BT.reshape(-1))
-        weights.append(weights_BT.reshape(-1))
-        factors.append(1.0 if depth == 0 else mtp_weight / depths)
+    weights = [weight_BT.flatten() for _, weight_BT in targets]
+    factors = [1.0] + [mtp_weight / depths] * depths if depths else [1.0]
     scaled_N = torch.cat([w * f for w, f in zip(weights, factors, strict=True)])
     hidden_ND = torch.cat([h.flatten(0, 1) for h in hidden]) if depths else hidden[0].flatten(0, 1)
-    out = linear_cross_entropy(hidden_ND, head_VD, torch.cat(targets), scaled_N, chunk=chunk)
+    out = linear_cross_entropy(hidden_ND, head_VD, torch.cat([t.flatten() for t, _ in targets]), scaled_N, chunk=chunk)
     logprobs = out.logprobs_N.split([len(w) for w in weights])
     with torch.no_grad():
         ce_sums = torch.stack([-(lp @ w.to(lp.dtype)) for lp, w in zip(logprobs, weights, strict=True)])

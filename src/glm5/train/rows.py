@@ -19,33 +19,49 @@ from glm5.utils.errors import ConfigError, DataError
 
 @dataclass(frozen=True)
 class Rows:
-    """A micro-batch on the device. T queries, S = T + ahead slots; see `glm5.data.loader.Batch`."""
+    """A micro-batch on the device. T queries, S = T + ahead slots; see `glm5.data.loader.Batch`.
+
+    Args:
+        targets: (target_BT, weight_BT) of the trunk and of every MTP depth that the slots ahead allow.
+        plain: every slot is of one document, which begins with its row.
+    """
 
     ids_BS: Tensor
     document_BS: Tensor
-    loss_BS: Tensor
     first_BS: Tensor
+    targets: tuple[tuple[Tensor, Tensor], ...]
     plain: bool
-    valid_BT: Tensor
-    tokens: int
 
     @classmethod
     def of(cls, batch: Batch, device: torch.device) -> Rows:
         first_BS = torch.from_numpy(first_and_positions(batch.document_BS)[0]).long()
-        valid_BT = torch.from_numpy(batch.document_BS[:, : batch.seq_len] >= 0)
+        ahead = batch.ids_BS.shape[1] - batch.seq_len
+        targets = [tuple(map(torch.from_numpy, batch.targets(depth))) for depth in range(1, ahead + 1)]
         return cls(
             torch.from_numpy(batch.ids_BS).to(device),
             torch.from_numpy(batch.document_BS).to(device),
-            torch.from_numpy(batch.loss_BS).to(device),
             first_BS.to(device),
+            tuple((target_BT.to(device), weight_BT.to(device)) for target_BT, weight_BT in targets),
             bool((first_BS == 0).all()),
-            valid_BT.to(device),
-            int(batch.targets(1)[1].sum()),
         )
 
     @property
+    def seq_len(self) -> int:
+        return self.targets[0][0].shape[1]
+
+    @property
+    def tokens(self) -> int:
+        """Targets of the trunk that count."""
+        return int(self.targets[0][1].sum())
+
+    @property
+    def valid_BT(self) -> Tensor:
+        """Queries that are no padding."""
+        return self.document_BS[:, : self.seq_len] >= 0
+
+    @property
     def input_BT(self) -> Tensor:
-        return self.ids_BS[:, : self.valid_BT.shape[1]]
+        return self.ids_BS[:, : self.seq_len]
 
     @property
     def documents_BS(self) -> Tensor | None:
@@ -59,12 +75,12 @@ class Rows:
     @property
     def documents_BT(self) -> Tensor | None:
         """The same for `hidden`, of the queries."""
-        return None if self.plain else self.first_BS[:, : self.valid_BT.shape[1]]
+        return None if self.plain else self.first_BS[:, : self.seq_len]
 
     def head(self, rows: int) -> Rows:
         """The first so many rows."""
-        ids, document, loss = self.ids_BS[:rows], self.document_BS[:rows], self.loss_BS[:rows]
-        return Rows(ids, document, loss, self.first_BS[:rows], self.plain, self.valid_BT[:rows], 0)
+        targets = tuple((target_BT[:rows], weight_BT[:rows]) for target_BT, weight_BT in self.targets)
+        return Rows(self.ids_BS[:rows], self.document_BS[:rows], self.first_BS[:rows], targets, self.plain)
 
 
 def check_stage(config: TrainConfig, model: ModelConfig, dataset: TokenDataset) -> None:

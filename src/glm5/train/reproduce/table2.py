@@ -154,7 +154,7 @@ def depth_losses(model: GLM5, dataset: TokenDataset, *, max_rows: int, rows_at_o
         on = Rows.of(batch, model.device)
         trunk_BTD = model.hidden(on.input_BT, documents=on.documents_BT, sparse=False)
         depths = model.mtp_hidden(trunk_BTD, on.ids_BS, DEPTHS[-1], documents=on.documents_BS, sparse=False)
-        lm = language_model_loss([trunk_BTD, *depths], model.lm_head.weight, on.ids_BS, on.document_BS, on.loss_BS)
+        lm = language_model_loss([trunk_BTD, *depths], model.lm_head.weight, on.targets[: len(DEPTHS) + 1])
         sums += lm.ce_sums[1:].double().cpu()
         tokens += lm.tokens[1:].double().cpu()
     return (sums / tokens).tolist()

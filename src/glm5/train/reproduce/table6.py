@@ -203,11 +203,10 @@ def bits_by_context(
     for batch in dataset.batches(rows_at_once, max_rows):
         on = Rows.of(batch, model.device)
         hidden_BTD = model.hidden(on.input_BT, documents=on.documents_BT, sparse=sparse)
-        target_BT, weight_BT = batch.targets(1)
-        target_N = torch.from_numpy(target_BT).flatten().to(model.device)
-        out = linear_logprobs(hidden_BTD.flatten(0, 1), model.lm_head.weight, target_N)
+        target_BT, weight_BT = on.targets[0]
+        out = linear_logprobs(hidden_BTD.flatten(0, 1), model.lm_head.weight, target_BT.flatten())
         bucket_BT = np.searchsorted(edges, batch.position_BT + 1)
-        loss_BT = -out.logprobs_N.double().cpu().numpy().reshape(weight_BT.shape) * (weight_BT > 0)
+        loss_BT = (-out.logprobs_N.double() * weight_BT.flatten()).cpu().numpy()
         nats += np.bincount(bucket_BT.ravel(), loss_BT.ravel(), len(edges))
         size += np.bincount(bucket_BT.ravel(), batch.num_bytes_BT.ravel(), len(edges))
     if not size.all():
