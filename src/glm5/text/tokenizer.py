@@ -27,6 +27,7 @@ from tokenizers import Regex, decoders, models, pre_tokenizers, trainers
 from tokenizers import Tokenizer as Backend
 
 from glm5.text.special import CONTROL_TOKENS, SPECIAL_TOKENS, SPLIT
+from glm5.text.template import chat_template
 from glm5.utils.errors import DataError
 from glm5.utils.files import file_errors, write_json, write_text
 
@@ -240,7 +241,8 @@ class Tokenizer:
 
     # ------------------------------------------------------------------------------------------ files
     def save(self, directory: str | os.PathLike[str]) -> None:
-        """Write `tokenizer.json` and `tokenizer_config.json`, which transformers' AutoTokenizer loads too.
+        """Write `tokenizer.json`, `tokenizer_config.json` and `chat_template.jinja`: transformers' AutoTokenizer
+        loads them, too.
 
         Raises:
             FileError: the directory cannot be written.
@@ -256,6 +258,7 @@ class Tokenizer:
         }
         write_text(folder / "tokenizer.json", self._full.to_str(pretty=True))
         write_json(folder / "tokenizer_config.json", config)
+        write_text(folder / "chat_template.jinja", chat_template())
 
 
 def load_tokenizer(path: str | os.PathLike[str]) -> Tokenizer:
