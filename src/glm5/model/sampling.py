@@ -1,6 +1,7 @@
 """From logits to a token: temperature, top-k, top-p and min-p in fp32, from a generator of its own.
 
-The truncated distribution is an explicit tensor, because exact speculative sampling compares two of them.
+The truncated distribution is an explicit tensor, because exact speculative sampling compares two of them. What
+truncation keeps is decided by `kept`, one row at a time, for one sequence and for an engine's batch alike.
 Read next: `generate`, `speculate`.
 """
 
@@ -13,6 +14,9 @@ import torch
 from torch import Tensor
 
 from glm5.utils.errors import NumericalError, UserError
+
+PREFIX = 1024  # the most probable ids of a row that are sorted at first
+MASS = 2**40  # probability 1 as an integer
 
 
 @dataclass(frozen=True)
@@ -70,24 +74,14 @@ class Sampling:
             return torch.zeros_like(logits).scatter_(-1, id_N1, 1.0)
         # Subtracting first keeps tiny temperatures from overflowing to inf - inf, the bound from dividing 0 by 0.
         probs = ((logits - best_N1) / max(self.temperature, 1e-30)).softmax(-1)
-        if 0 < self.top_k < probs.shape[-1] or self.top_p < 1:
-            probs = self._truncate(probs)
-        if self.min_p > 0:
-            probs = probs.masked_fill(probs < self.min_p * probs.amax(-1, keepdim=True), 0.0)
+        if self.top_k > 0 or self.top_p < 1 or self.min_p > 0:
+            rows = (len(probs),)
+            top_k_N = probs.new_full(rows, self.top_k, dtype=torch.long)
+            top_p_N = probs.new_full(rows, self.top_p, dtype=torch.double)
+            keep_NV = kept(probs, top_k_N, top_p_N, probs.new_full(rows, self.min_p))
+            probs = probs.masked_fill(~keep_NV, 0.0)
             probs = probs / probs.sum(-1, keepdim=True)
         return probs
-
-    def _truncate(self, probs_NV: Tensor) -> Tensor:
-        """Top-k, then top-p of what is left; equal probabilities are kept in order of their ids."""
-        sorted_NV, order_NV = probs_NV.sort(dim=-1, descending=True, stable=True)
-        if self.top_k:
-            sorted_NV[:, self.top_k :] = 0.0
-            sorted_NV /= sorted_NV.sum(-1, keepdim=True)
-        if self.top_p < 1:
-            before_NV = sorted_NV.cumsum(-1) - sorted_NV  # mass before each: the first is always kept
-            sorted_NV = sorted_NV.masked_fill(before_NV >= self.top_p, 0.0)
-            sorted_NV /= sorted_NV.sum(-1, keepdim=True)
-        return torch.zeros_like(probs_NV).scatter_(-1, order_NV, sorted_NV)
 
     def draw(self, logits_NV: Tensor, generator: torch.Generator) -> Tensor:
         """One id per row, int64 [N]. Greedy touches no random state."""
@@ -96,6 +90,41 @@ class Sampling:
             _check_finite(best_N)
             return id_N
         return draw(self.probs(logits_NV), generator)
+
+
+def kept(probs_NV: Tensor, top_k_N: Tensor, top_p_N: Tensor, min_p_N: Tensor) -> Tensor:
+    """Which ids truncation leaves to draw from: top-k, then top-p of what is left, then min-p.
+
+    All three keep a beginning of the same order, the more probable first and of equals the lower id, so the kept set
+    is known by its size. Masses are summed as integers: exact, so a row's set does not depend on the rows beside it.
+
+    Args:
+        probs_NV: fp32, each row sums to 1. top_k_N: int64, 0 keeps all. top_p_N: fp64. min_p_N: fp32.
+
+    Returns:
+        bool [N, V], at least one True a row; an id without probability is never kept.
+    """
+    vocab = probs_NV.shape[1]
+    most_N = torch.where(top_k_N > 0, top_k_N.clamp(max=vocab), vocab)
+    whole_N = (most_N == vocab) & (top_p_N >= 1)  # rows that need no order
+    for width in (PREFIX, vocab):  # most rows are settled by their most probable ids alone
+        width = min(width, vocab)
+        sorted_NW = probs_NV.topk(width).values if width < vocab else probs_NV.sort(dim=-1, descending=True).values
+        inside_NW = torch.arange(width, device=probs_NV.device) < most_N[:, None]
+        mass_NW = (sorted_NW.double() * MASS).round().long().masked_fill(~inside_NW, 0)
+        total_N = torch.where(most_N < vocab, mass_NW.sum(-1), MASS)
+        before_NW = mass_NW.cumsum(-1) - mass_NW
+        short_NW = inside_NW & ((before_NW.double() < (top_p_N * total_N.double())[:, None]) | (top_p_N >= 1)[:, None])
+        size_N = short_NW.sum(-1)
+        settled_N = whole_N | (most_N <= width) | ((most_N == vocab) & (size_N < width))
+        if width == vocab or bool(settled_N.all()):
+            break
+    last_N1 = sorted_NW.gather(-1, size_N[:, None] - 1)
+    above_NV, equal_NV = probs_NV > last_N1, probs_NV == last_N1
+    equals_N1 = size_N[:, None] - above_NV.sum(-1, keepdim=True)
+    keep_NV = above_NV | (equal_NV & (equal_NV.cumsum(-1) <= equals_N1)) | whole_N[:, None]
+    best_N1 = probs_NV.amax(-1, keepdim=True)
+    return keep_NV & (probs_NV >= min_p_N[:, None] * best_N1) & (probs_NV > 0)
 
 
 def draw(probs_NV: Tensor, generator: torch.Generator) -> Tensor:

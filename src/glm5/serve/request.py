@@ -27,11 +27,13 @@ class Constraint:
             list of the tools of which at least one must be called, in GLM-5's own form).
         text: the schema, expression or grammar.
         after_thinking: begin after `</think>`, where the prompt opens a thinking block; else with the first token.
+        max_calls: of kind tools, at most so many calls (1 for a named tool); None is any number.
     """
 
     kind: Literal["json", "json_schema", "regex", "ebnf", "tools"]
     text: str = ""
     after_thinking: bool = True
+    max_calls: int | None = None
 
 
 @dataclass(frozen=True)
@@ -106,7 +108,8 @@ class Finish:
 
 @dataclass(frozen=True)
 class TokenInfo:
-    """One id's figures: its log-probability (natural), the likeliest alternatives, and what could be drawn."""
+    """One id's figures: its log-probability (natural), the likeliest alternatives, and the ids that truncation left to
+    draw from (None: it took none away, or was not asked for)."""
 
     logprob: float
     top: tuple[tuple[int, float], ...] = ()
