@@ -8,7 +8,6 @@ import pytest
 
 from glm5.train.config import LearningRate, TrainConfig
 from glm5.train.prepare import TextConfig
-from glm5.train.pretrain import resolve_device
 from glm5.utils.errors import ConfigError
 
 
@@ -42,9 +41,3 @@ def test_an_empty_corpus_name_is_not_the_current_directory() -> None:
 def test_suffixes_choose_among_the_files_of_a_directory_only(corpus: str) -> None:
     with pytest.raises(ConfigError, match="suffixes="):
         TextConfig(corpus=corpus, suffixes=(".py",))
-
-
-@pytest.mark.parametrize("name", ["meta", "mps", "xpu", "cuda:99", "tpu", ""])
-def test_devices_that_are_not_here_are_refused(name: str) -> None:
-    with pytest.raises(ConfigError, match="device="):
-        resolve_device(name)

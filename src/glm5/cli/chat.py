@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Annotated, Literal, TextIO
 import tyro
 
 from glm5.utils.config_io import parse
+from glm5.utils.devices import resolve_device
 from glm5.utils.errors import UserError
 
 if TYPE_CHECKING:
@@ -81,15 +82,10 @@ def main(argv: Sequence[str]) -> int:
     options = parse(ChatOptions, argv, prog="glm5 chat", config_option=False)
     if not options.checkpoint:
         raise UserError("no checkpoint is named", "Give a model's directory: glm5 chat runs/demo/model")
-    import torch
-
     from glm5.model.weights import load_model
     from glm5.text.tokenizer import load_tokenizer
 
-    device = options.device
-    if device == "auto":
-        device = "cuda" if torch.cuda.is_available() else "cpu"
-    model = load_model(options.checkpoint, device=device, dtype=options.dtype)
+    model = load_model(options.checkpoint, device=resolve_device(options.device), dtype=options.dtype)
     tokenizer = load_tokenizer(options.checkpoint)
     settings = Settings(**{f.name: getattr(options, f.name) for f in fields(Settings)})
     conversation = Conversation(model, tokenizer, settings)

@@ -17,6 +17,7 @@ from typing import Annotated, Any
 import tyro
 
 from glm5.utils.config_io import parse
+from glm5.utils.devices import resolve_device
 from glm5.utils.errors import UserError
 
 
@@ -44,8 +45,8 @@ class GenerateOptions:
     """Drafts per step from the MTP block. Changes the speed, not the distribution of the text."""
     dense: bool = False
     """Attend to every position, whatever the model was trained for."""
-    device: Annotated[str | None, tyro.conf.arg(metavar="DEVICE")] = None
-    """cpu, cuda or cuda:N; by default cuda where there is one."""
+    device: str = "auto"
+    """cpu, cuda or cuda:N; auto is a GPU where there is one."""
     dtype: Annotated[str | None, tyro.conf.arg(metavar="DTYPE")] = None
     """float32, bfloat16 or float16; by default the checkpoint's."""
     json: bool = False
@@ -72,8 +73,6 @@ def run(options: GenerateOptions) -> dict[str, Any]:
         from the prompt's start, "rest"), tokens_per_second after the first (None for a single token), and
         speculation (None without drafts): drafts, steps, accept_length, acceptance by position.
     """
-    import torch
-
     from glm5.model.generate import generate
     from glm5.model.speculate import SpeculationStats
     from glm5.model.weights import load_model
@@ -82,8 +81,7 @@ def run(options: GenerateOptions) -> dict[str, Any]:
 
     start = time.perf_counter()
     tokenizer = load_tokenizer(options.checkpoint)
-    device = options.device or ("cuda" if torch.cuda.is_available() else "cpu")
-    model = load_model(options.checkpoint, device=device, dtype=options.dtype)
+    model = load_model(options.checkpoint, device=resolve_device(options.device), dtype=options.dtype)
     if tokenizer.vocab_size > model.config.vocab_size:
         raise UserError(
             f"{options.checkpoint}: the tokenizer has {tokenizer.vocab_size} ids, the model {model.config.vocab_size}",

@@ -19,6 +19,7 @@ from rich.console import Console
 
 from glm5.train.reproduce.settings import Settings, Size, Table, settings
 from glm5.utils.config_io import parse, to_dict
+from glm5.utils.devices import resolve_device
 from glm5.utils.errors import ConfigError
 from glm5.utils.files import write_json
 from glm5.utils.progress import format_seconds
@@ -80,7 +81,6 @@ def reproduce(options: ReproduceOptions, console: Console) -> dict[str, Any]:
     import torch
 
     from glm5.cli.reproduce_report import print_comparison, write_page
-    from glm5.train.pretrain import resolve_device
     from glm5.train.reproduce import table1, table2, table6
     from glm5.train.reproduce.cells import Lab
 

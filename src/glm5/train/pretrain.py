@@ -16,8 +16,6 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from glm5.data.loader import Loader
 from glm5.model.config import ModelConfig
 from glm5.model.glm5 import GLM5
@@ -29,6 +27,7 @@ from glm5.train.evaluate import held_out
 from glm5.train.loop import Trainer
 from glm5.train.prepare import Prepared, TextConfig, prepare
 from glm5.train.schedule import BatchWarmup
+from glm5.utils.devices import resolve_device
 from glm5.utils.errors import ConfigError
 from glm5.utils.files import exclusive, require_writable, write_json
 
@@ -113,25 +112,6 @@ class Pretrained:
     tokens: int
     bits_per_byte: float | None
     result: dict[str, Any]
-
-
-def resolve_device(name: str) -> str:
-    """The device that a configuration's `device` means on this machine.
-
-    Raises:
-        ConfigError: there is no such device here.
-    """
-    if name == "auto":
-        return "cuda" if torch.cuda.is_available() else "cpu"
-    try:
-        device = torch.device(name)
-    except RuntimeError:
-        raise ConfigError("device", name, "must be auto, cpu, cuda or cuda:N") from None
-    if device.type not in ("cpu", "cuda"):
-        raise ConfigError("device", name, "must be auto, cpu, cuda or cuda:N")
-    if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
-        raise ConfigError("device", name, f"there are {torch.cuda.device_count()} CUDA devices here")
-    return name
 
 
 def resolve(config: PretrainConfig) -> tuple[PretrainConfig, Tokenizer | None]:

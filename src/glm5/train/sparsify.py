@@ -24,9 +24,9 @@ from glm5.train.config import LearningRate, TrainConfig
 from glm5.train.evaluate import held_out, indexer_recall
 from glm5.train.loop import Trainer
 from glm5.train.prepare import Prepared, TextConfig, prepare
-from glm5.train.pretrain import resolve_device
 from glm5.train.rows import check_stage
 from glm5.utils.config_io import differences, to_dict
+from glm5.utils.devices import resolve_device
 from glm5.utils.errors import ConfigError
 from glm5.utils.files import exclusive, read_json, require_writable, sha256_file, write_json
 
