@@ -35,6 +35,12 @@ from support.tiny import tiny_model
 K = 24  # index_topk of the tiny model
 
 
+@pytest.fixture(autouse=True)
+def _specifications(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Faults are put into the plain PyTorch versions, so these must be the ones that run."""
+    monkeypatch.setenv("GLM5_KERNELS", "torch")
+
+
 # --------------------------------------------------------------------------- the indexer
 def test_copied_convention(golden: Golden) -> None:
     """1. The indexer rotates half-split pairs, as the sister model's does. Rows of at most k positions look right."""

@@ -40,6 +40,12 @@ from support.tiny import fuse_experts, tiny_config, tiny_model, tiny_tensors, wr
 K = 24  # index_topk of the tiny model
 
 
+@pytest.fixture(autouse=True)
+def _specifications(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Faults are put into the plain PyTorch versions, so these must be the ones that run."""
+    monkeypatch.setenv("GLM5_KERNELS", "torch")
+
+
 # --------------------------------------------------------------------------- ties, sums and precision
 def test_nondeterministic_ties() -> None:
     """14. ReLU makes plateaus of exact zeros. The earliest positions win, whatever the run; here every score ties."""

@@ -13,6 +13,13 @@ from support.tiny import tiny_model
 K = 24  # index_topk of the tiny model
 
 
+@pytest.fixture(autouse=True, params=["as dispatched", "specifications"])
+def _kernels(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What runs here, with fast versions for few tokens; and plain PyTorch throughout."""
+    if request.param == "specifications":
+        monkeypatch.setenv("GLM5_KERNELS", "torch")
+
+
 def test_the_fixture_is_worth_comparing(golden: Golden) -> None:
     """Rows pass k, logits vary, decisions are clear, and no gain is one nor bias zero."""
     assert golden.config.index_topk == K < golden.ids.shape[1] // 3

@@ -46,8 +46,8 @@ def sparse_attention(
     """
     fast = pick("sparse_attention", q_BTHX, k_BSGX, v_BSGV)
     if fast is not None:
-        out_BTHV, _ = fast(q_BTHX, k_BSGX[:, :, 0], selected_BTK, value_dim=v_BSGV.shape[-1], scale=scale)
-        return out_BTHV
+        out: Tensor = fast(q_BTHX, k_BSGX[:, :, 0], selected_BTK, value_dim=v_BSGV.shape[-1], scale=scale)
+        return out
     if k_BSGX.shape[2] == 1 and not (torch.is_grad_enabled() and (q_BTHX.requires_grad or k_BSGX.requires_grad)):
         return _gathered(q_BTHX, k_BSGX[:, :, 0], v_BSGV[:, :, 0], selected_BTK, visible, scale)
     return _Attention.apply(q_BTHX, k_BSGX, v_BSGV, visible, selected_BTK, scale)

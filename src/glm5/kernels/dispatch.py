@@ -3,8 +3,9 @@
 Every operator has a plain-PyTorch version, which is its specification and runs anywhere. A fast version stands here
 with the conditions under which it may take its place. `pick(operator, …)` is called once per call of an operator; a
 fast version that cannot take a call says why, and the reason is logged once, so that nothing falls back in silence.
+(On a CPU the fast versions are for a few queries; longer calls are torch's by design, and are not remarked on.)
 Set GLM5_KERNELS=torch to run the specifications everywhere. Read next: `attention`, `indexer`, `moe` for the
-specifications; `cuda` and `triton` for the fast versions.
+specifications; `cpu`, `cuda` and `triton` for the fast versions.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ class Fast:
     """A fast version.
 
     Attributes:
-        name: as `glm5 doctor` shows it.
+        name: as `glm5 doctor` shows it; its first word is the room. `cpu` is for CPU tensors, the others for CUDA.
         available: whether it can run on this machine, and why (not).
         refuses: given the operator's leading tensors, why it cannot take them; None if it can.
         load: imports it and returns the callable.
@@ -37,6 +38,10 @@ class Fast:
     available: Callable[[], tuple[bool, str]]
     refuses: Callable[..., str | None]
     load: Callable[[], Callable[..., Any]]
+
+    @property
+    def on_cpu(self) -> bool:
+        return self.name.startswith("cpu.")
 
 
 # --------------------------------------------------------------------------- availability
@@ -62,7 +67,47 @@ def _both() -> tuple[bool, str]:
     return (ok, why) if not ok else _triton()
 
 
+@cache
+def _compiler() -> tuple[bool, str]:
+    from glm5.kernels.cpu.build import available
+
+    return available()
+
+
 # --------------------------------------------------------------------------- conditions
+# Rows up to which the C++ versions beat torch's on a CPU: queries of a decode step or a draft, and tokens of a MoE.
+FEW_QUERIES, FEW_TOKENS = 64, 16
+
+
+def _few(limit: int, *tensors: Tensor) -> str | None:
+    rows = tensors[0].shape[0] if tensors[0].ndim == 2 else tensors[0].shape[0] * tensors[0].shape[1]
+    if rows > limit:
+        return f"written for up to {limit} rows, not {rows}"
+    grad = torch.is_grad_enabled()
+    for t in tensors:
+        if t.dtype != torch.float32:
+            return f"written for float32, not {t.dtype}"
+        if grad and t.requires_grad:
+            return "has no backward"
+    return None
+
+
+def _few_queries(*tensors: Tensor) -> str | None:
+    return _few(FEW_QUERIES, *tensors)
+
+
+def _few_absorbed(q_BTHX: Tensor, k_BSGX: Tensor, v_BSGV: Tensor) -> str | None:
+    if k_BSGX.shape[2] != 1 or v_BSGV.data_ptr() != k_BSGX.data_ptr():
+        return "takes the absorbed form, whose values are the keys' first columns"
+    return _few(FEW_QUERIES, q_BTHX, k_BSGX)
+
+
+def _few_tokens(*tensors: Tensor) -> str | None:
+    if not all(t.is_contiguous() for t in tensors[1:]):
+        return "takes contiguous weights"
+    return _few(FEW_TOKENS, *tensors)
+
+
 def _plain_bf16(*tensors: Tensor) -> str | None:
     if tensors[0].dtype != torch.bfloat16:
         return f"written for bfloat16, not {tensors[0].dtype}"
@@ -89,13 +134,20 @@ def _index_select(q_BTJI: Tensor, w_BTJ: Tensor, k_BSI: Tensor) -> str | None:
 def _load_sparse_mla() -> Callable[..., Any]:
     from glm5.kernels.cuda import sparse_mla
 
-    return sparse_mla
+    def attend(q: Tensor, rows: Tensor, selected: Tensor, *, value_dim: int, scale: float) -> Tensor:
+        return sparse_mla(q, rows, selected, value_dim=value_dim, scale=scale)[0]  # without the log-sum-exp
+
+    return attend
 
 
 def _load_index_select() -> Callable[..., Any]:
     from glm5.kernels.cuda import index_select
 
-    return index_select
+    def select(q: Tensor, w: Tensor, keys: Tensor, first: Tensor, last: Tensor, k: int) -> Tensor:
+        first, last = first.to(torch.int32).contiguous(), last.to(torch.int32).contiguous()
+        return index_select(q, w, keys, first, last, k)
+
+    return select
 
 
 def _load_grouped_swiglu() -> Callable[..., Any]:
@@ -104,12 +156,32 @@ def _load_grouped_swiglu() -> Callable[..., Any]:
     return grouped_swiglu
 
 
+def _load_cpu(operator: str) -> Callable[[], Callable[..., Any]]:
+    def load() -> Callable[..., Any]:
+        from glm5.kernels import cpu
+
+        found: Callable[..., Any] = getattr(cpu, operator)
+        return found
+
+    return load
+
+
 OPERATORS: dict[str, tuple[Fast, ...]] = {
     "dense_attention": (),
-    "sparse_attention": (Fast("cuda.sparse_mla", _hopper, _sparse_mla, _load_sparse_mla),),
-    "index_select": (Fast("cuda.index_select", _both, _index_select, _load_index_select),),
+    "sparse_attention": (
+        Fast("cuda.sparse_mla", _hopper, _sparse_mla, _load_sparse_mla),
+        Fast("cpu.sparse_attention", _compiler, _few_absorbed, _load_cpu("sparse_attention")),
+    ),
+    "index_select": (
+        Fast("cuda.index_select", _both, _index_select, _load_index_select),
+        Fast("cpu.index_select", _compiler, _few_queries, _load_cpu("index_select")),
+    ),
     "indexer_loss": (),
-    "grouped_swiglu": (Fast("triton.grouped_swiglu", _triton, _plain_bf16, _load_grouped_swiglu),),
+    "route": (Fast("cpu.route", _compiler, _few_tokens, _load_cpu("route")),),
+    "grouped_swiglu": (
+        Fast("triton.grouped_swiglu", _triton, _plain_bf16, _load_grouped_swiglu),
+        Fast("cpu.grouped_swiglu", _compiler, _few_tokens, _load_cpu("grouped_swiglu")),
+    ),
     "linear_cross_entropy": (),
     "newton_schulz": (),
 }
@@ -128,23 +200,30 @@ def _loaded(fast: Fast) -> Callable[..., Any]:
 def pick(operator: str, *tensors: Tensor) -> Callable[..., Any] | None:
     """The fast version of `operator` for these tensors, or None: run the specification.
 
-    On a CPU that is always None. On a CUDA device a refusal is logged once with its reason.
+    On a CUDA device a refusal is logged once with its reason; on a CPU, that there is no compiler.
     """
-    if not tensors[0].is_cuda or os.environ.get("GLM5_KERNELS") == "torch":
+    on_cpu = tensors[0].is_cpu
+    if not (on_cpu or tensors[0].is_cuda) or os.environ.get("GLM5_KERNELS") == "torch":
         return None
     reasons = []
     for fast in OPERATORS[operator]:
+        if fast.on_cpu != on_cpu:
+            continue
+        refusal = fast.refuses(*tensors)
+        if refusal is not None and on_cpu:
+            return None
         ok, why = fast.available()
-        refusal = why if not ok else fast.refuses(*tensors)
-        if refusal is None:
+        if ok and refusal is None:
             return _loaded(fast)
-        reasons.append(f"{fast.name}: {refusal}")
-    _tell_once(operator, "; ".join(reasons) or "there is no fast version yet")
+        reasons.append(f"{fast.name}: {refusal if ok else why}")
+    if reasons or not on_cpu:
+        _tell_once(operator, "; ".join(reasons) or "there is no fast version yet")
     return None
 
 
 def describe() -> list[dict[str, str]]:
     """Per operator: `operator`, `version` that runs here where its conditions hold, and `why`."""
+    on_cpu = not torch.cuda.is_available()
     rows = []
     for operator, versions in OPERATORS.items():
         version, why = "torch", "the only version" if not versions else ""
@@ -152,10 +231,11 @@ def describe() -> list[dict[str, str]]:
             ok, reason = fast.available()
             if os.environ.get("GLM5_KERNELS") == "torch":
                 why = "GLM5_KERNELS=torch"
-            elif ok:
-                version, why = fast.name, f"{reason}; for bf16 tensors without gradients, else torch"
+            elif ok and fast.on_cpu == on_cpu:
+                kind = "a few fp32 rows" if on_cpu else "bf16 tensors"
+                version, why = fast.name, f"{reason}; for {kind} without gradients, else torch"
                 break
-            else:
+            elif not why:
                 why = f"{fast.name}: {reason}"
         rows.append({"operator": operator, "version": version, "why": why})
     return rows

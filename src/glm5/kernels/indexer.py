@@ -42,8 +42,7 @@ def index_select(q_BTJI: Tensor, w_BTJ: Tensor, k_BSI: Tensor, visible: Visibili
     width = min(k, visible.slots)
     fast = pick("index_select", q_BTJI, w_BTJ, k_BSI)
     if fast is not None:
-        bounds = (x.to(torch.int32).contiguous() for x in (visible.first_BT, visible.last_BT))
-        return fast(q_BTJI, w_BTJ, k_BSI[:, : visible.slots], *bounds, k)
+        return fast(q_BTJI, w_BTJ, k_BSI[:, : visible.slots], visible.first_BT, visible.last_BT, width)
     tile = tile_of(batch * (heads + 2) * visible.slots, q_BTJI.device)
     if tile >= queries:
         return stable_topk(index_scores(q_BTJI, w_BTJ, k_BSI, visible).flatten(0, 1), k).view(batch, queries, width)

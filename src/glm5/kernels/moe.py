@@ -37,6 +37,10 @@ def route(
     Returns:
         expert_NM int64 (ties to the lower expert), weight_NM fp32, score_NE fp32 (sigmoid).
     """
+    fast = pick("route", logits_NE, bias_E) if n_group == 1 else None
+    if fast is not None:
+        routed: tuple[Tensor, Tensor, Tensor] = fast(logits_NE, bias_E, top_k, normalise=normalise, scaling=scaling)
+        return routed
     score_NE = logits_NE.float().sigmoid()
     choice_NE = score_NE.detach() + bias_E.float()
     if n_group > 1:
@@ -72,12 +76,6 @@ def grouped_swiglu(x_ND: Tensor, gate_up_EFD: Tensor, down_EDF: Tensor, expert_N
     fast = pick("grouped_swiglu", x_ND, gate_up_EFD, down_EDF)
     if fast is not None:
         return fast(x_ND, gate_up_EFD, down_EDF, expert_NM.contiguous(), weight_NM.contiguous())
-    if n == 1 and not torch.is_grad_enabled():  # decode: no permutation to make
-        parts = [
-            _expert(x_ND, gate_up_EFD[e], down_EDF[e])[0].float() * weight_NM[0, i]
-            for i, e in enumerate(expert_NM[0].tolist())
-        ]
-        return torch.stack(parts).sum(0, keepdim=True).to(x_ND.dtype)
     order = expert_NM.flatten().argsort(stable=True)
     counts = torch.bincount(expert_NM.flatten(), minlength=gate_up_EFD.shape[0]).tolist()
     inverse = torch.empty_like(order)
@@ -86,11 +84,6 @@ def grouped_swiglu(x_ND: Tensor, gate_up_EFD: Tensor, down_EDF: Tensor, expert_N
     outputs = _Experts.apply(rows, gate_up_EFD, down_EDF, counts)
     chosen = outputs.index_select(0, inverse).view(n, m, -1)
     return (chosen.float() * weight_NM[..., None]).sum(1).to(x_ND.dtype)
-
-
-def _expert(x: Tensor, gate_up: Tensor, down: Tensor) -> Tensor:
-    gate, up = F.linear(x, gate_up).chunk(2, dim=-1)
-    return F.linear(F.silu(gate).mul_(up), down)
 
 
 class _Experts(torch.autograd.Function):

@@ -1,0 +1,197 @@
+"""The C++ versions for a few queries on a CPU: each against its specification, and where they step in."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from glm5.kernels import cpu, dispatch
+from glm5.kernels.attention import sparse_attention
+from glm5.kernels.cpu import build
+from glm5.kernels.indexer import index_select
+from glm5.kernels.moe import grouped_swiglu, route
+from glm5.kernels.visibility import Visibility
+
+needs_compiler = pytest.mark.skipif(not build.available()[0], reason=f"C++ kernels untested: {build.available()[1]}")
+
+
+@pytest.fixture(autouse=True)
+def _no_gradients() -> Iterator[None]:
+    with torch.no_grad():
+        yield
+
+
+@pytest.fixture
+def specification(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What the operators' own functions run."""
+    monkeypatch.setenv("GLM5_KERNELS", "torch")
+
+
+def normal(*shape: int, seed: int = 0) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+
+
+def ragged(batch: int, queries: int, slots: int) -> Visibility:
+    """Rows that begin and end anywhere, one of them empty."""
+    generator = torch.Generator().manual_seed(slots)
+    first = torch.randint(0, slots // 2, (batch, queries), generator=generator)
+    last = first + torch.randint(0, slots // 2, (batch, queries), generator=generator)
+    last[0, -1] = first[0, -1] - 1
+    return Visibility(first, last, slots)
+
+
+# --------------------------------------------------------------------------- selection
+@needs_compiler
+@pytest.mark.parametrize(("heads", "width"), [(4, 32), (3, 16), (32, 128), (2, 7)])
+@pytest.mark.parametrize("k", [1, 9, 64, 500])
+def test_selects_as_the_rule_says(heads: int, width: int, k: int, specification: None) -> None:
+    """Small integers, so that every sum is exact, ties abound and the selections must be the same."""
+    generator = torch.Generator().manual_seed(k)
+    q = torch.randint(-2, 3, (2, 3, heads, width), generator=generator).float()
+    keys = torch.randint(-2, 3, (2, 350, width), generator=generator).float()[:, :300]
+    w = torch.randint(-1, 3, (2, 3, heads), generator=generator).float()
+    for visible in (ragged(2, 3, 300), Visibility.causal(2, 3, 297)):
+        found = cpu.index_select(q, w, keys, visible.first_BT, visible.last_BT, min(k, visible.slots))
+        assert torch.equal(found, index_select(q, w, keys, visible, k))
+
+
+@needs_compiler
+def test_selects_by_scores_of_any_size(specification: None) -> None:
+    """Negative scores, huge and tiny ones, and minus zero, which ties with zero."""
+    scores = torch.tensor([[-1e30, -1e-30, -0.0, 0.0, 1e-30, 1e30, -3.0, 0.0, 2.0]])
+    q, keys = torch.ones(1, 1, 1, 1), scores.abs().T[None].contiguous()
+    for k in range(1, 9):
+        for sign in (1.0, -1.0):
+            visible = Visibility.causal(1, 1, 8)
+            w = torch.full((1, 1, 1), sign)
+            found = cpu.index_select(q, w, keys, visible.first_BT, visible.last_BT, k)
+            assert torch.equal(found, index_select(q, w, keys, visible, k))
+
+
+# --------------------------------------------------------------------------- attention
+@needs_compiler
+@pytest.mark.parametrize(("heads", "width", "value"), [(4, 80, 64), (64, 576, 512), (3, 10, 7)])
+def test_attends_to_the_selected_rows(heads: int, width: int, value: int) -> None:
+    q = normal(2, 3, heads, width).transpose(1, 2).contiguous().transpose(1, 2)  # any strides but the last
+    rows = normal(2, 70, width, seed=1)[:, :60]
+    selected = torch.full((2, 3, 20), -1, dtype=torch.int32)
+    for i, n in enumerate((20, 1, 0, 7, 20, 13)):
+        chosen = torch.randperm(60, generator=torch.Generator().manual_seed(i))[:n].sort().values
+        selected.view(6, 20)[i, :n] = chosen.int()
+    found = cpu.sparse_attention(q, rows, selected, value, 0.2)
+    for b in range(2):
+        for t in range(3):
+            chosen = selected[b, t][selected[b, t] >= 0].long()
+            held = rows[b, chosen].double()
+            expected = (0.2 * q[b, t].double() @ held.T).softmax(-1) @ held[:, :value]
+            torch.testing.assert_close(found[b, t].double(), expected, rtol=2e-5, atol=2e-6)
+    assert bool((found[0, 2] == 0).all())
+
+
+@needs_compiler
+def test_extreme_logits() -> None:
+    """One logit far above the rest, equal ones, and a NaN, which stays in its own query."""
+    rows = torch.eye(4)[None].repeat(1, 1, 1)
+    selected = torch.arange(4, dtype=torch.int32).expand(1, 3, 4)
+    q = torch.tensor([[[[300.0, 0, 0, -300.0]], [[0.0, 0, 0, 0]], [[torch.nan, 0, 0, 0]]]])
+    found = cpu.sparse_attention(q, rows, selected, 4, 1.0)
+    torch.testing.assert_close(found[0, 0, 0], torch.tensor([1.0, 0, 0, 0]))
+    torch.testing.assert_close(found[0, 1, 0], torch.full((4,), 0.25))
+    assert bool(found[0, 2].isnan().all())
+
+
+# --------------------------------------------------------------------------- mixture of experts
+@needs_compiler
+@pytest.mark.parametrize("normalise", [True, False])
+def test_routes_as_the_rule_says(normalise: bool, specification: None) -> None:
+    generator = torch.Generator().manual_seed(0)
+    logits = torch.randint(-2, 3, (16, 24), generator=generator).float()  # ties
+    bias = torch.randint(0, 3, (24,), generator=generator).float()
+    found = cpu.route(logits, bias, 8, normalise=normalise, scaling=2.5)
+    expected = route(logits, bias, 8, normalise=normalise, scaling=2.5)
+    assert torch.equal(found[0], expected[0])
+    for a, b in zip(found[1:], expected[1:], strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-6, atol=0)
+    logits[3] = torch.nan
+    poisoned = cpu.route(logits, bias, 8, normalise=normalise, scaling=2.5)
+    assert bool(poisoned[1][3].isnan().all())
+    assert torch.equal(poisoned[0][:3], found[0][:3])
+
+
+@needs_compiler
+@pytest.mark.parametrize(("tokens", "allowed"), [(1, 8), (2, 8), (16, 3), (16, 8)])
+def test_sums_the_chosen_experts(tokens: int, allowed: int, specification: None) -> None:
+    x, gate_up, down = normal(tokens, 40), normal(8, 2 * 24, 40, seed=1), normal(8, 40, 24, seed=2)
+    expert = torch.stack(
+        [torch.randperm(allowed, generator=torch.Generator().manual_seed(i))[:3] for i in range(tokens)]
+    )
+    weight = normal(tokens, 3, seed=3)
+    found = cpu.grouped_swiglu(x, gate_up, down, expert, weight)
+    expected = grouped_swiglu(x.double(), gate_up.double(), down.double(), expert, weight)
+    torch.testing.assert_close(found.double(), expected, rtol=1e-5, atol=2e-4)
+    for i in range(tokens):  # alone or with others: the same bits
+        alone = cpu.grouped_swiglu(x[i : i + 1], gate_up, down, expert[i : i + 1], weight[i : i + 1])
+        assert torch.equal(alone[0], found[i])
+
+
+# --------------------------------------------------------------------------- dispatch
+def attend(rows: int = 1, dtype: torch.dtype = torch.float32) -> Tensor:
+    keys = normal(1, 9, 1, 6).to(dtype)
+    visible = Visibility.causal(1, rows, 9 - rows)
+    selected = torch.zeros(1, rows, 1, dtype=torch.int32)
+    return sparse_attention(normal(1, rows, 2, 6).to(dtype), keys, keys[..., :4], selected, visible, 1.0)
+
+
+def taken(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    used: list[str] = []
+    original = dispatch._loaded
+    monkeypatch.setattr(dispatch, "_loaded", lambda fast: used.append(fast.name) or original(fast))
+    return used
+
+
+@needs_compiler
+def test_steps_in_for_a_few_fp32_rows_without_gradients(monkeypatch: pytest.MonkeyPatch) -> None:
+    used = taken(monkeypatch)
+    attend()
+    assert used == ["cpu.sparse_attention"]
+    attend(rows=dispatch.FEW_QUERIES + 1)
+    attend(dtype=torch.bfloat16)
+    monkeypatch.setenv("GLM5_KERNELS", "torch")
+    attend()
+    monkeypatch.delenv("GLM5_KERNELS")
+    with torch.enable_grad():
+        logits = normal(2, 6).requires_grad_()
+        assert route(logits, torch.zeros(6), 2)[1].requires_grad
+    assert used == ["cpu.sparse_attention"]
+    route(normal(2, 6), torch.zeros(6), 2, n_group=2)
+    assert used == ["cpu.sparse_attention"]
+
+
+@pytest.mark.parametrize("fault", ["no compiler", "it fails"])
+def test_without_a_compiler_torch_runs_and_says_so(
+    fault: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, tmp_path: Path
+) -> None:
+    expected = attend()
+    if fault == "it fails":
+        monkeypatch.setenv("GLM5_CACHE", str(tmp_path))
+        monkeypatch.setattr(build, "FLAGS", ("--no-such-flag",))
+        monkeypatch.setattr(build.shutil, "which", lambda _: "c++")
+    else:
+        monkeypatch.setattr(build.shutil, "which", lambda _: None)
+    for cached in (build._found, dispatch._compiler, dispatch._tell_once):
+        cached.cache_clear()
+    with caplog.at_level(logging.WARNING):
+        torch.testing.assert_close(attend(), expected)
+        attend()
+    (said,) = caplog.messages
+    assert "sparse_attention runs as plain PyTorch: cpu.sparse_attention: " in said
+    assert ("no C++ compiler on PATH" if fault == "no compiler" else "c++ failed") in said
+    monkeypatch.undo()
+    for cached in (build._found, dispatch._compiler, dispatch._tell_once):
+        cached.cache_clear()
+    assert not list(tmp_path.iterdir())
