@@ -107,24 +107,29 @@ def kept(probs_NV: Tensor, top_k_N: Tensor, top_p_N: Tensor, min_p_N: Tensor) ->
     vocab = probs_NV.shape[1]
     most_N = torch.where(top_k_N > 0, top_k_N.clamp(max=vocab), vocab)
     whole_N = (most_N == vocab) & (top_p_N >= 1)  # rows that need no order
-    for width in (PREFIX, vocab):  # most rows are settled by their most probable ids alone
-        width = min(width, vocab)
-        sorted_NW = probs_NV.topk(width).values if width < vocab else probs_NV.sort(dim=-1, descending=True).values
-        inside_NW = torch.arange(width, device=probs_NV.device) < most_N[:, None]
-        mass_NW = (sorted_NW.double() * MASS).round().long().masked_fill(~inside_NW, 0)
-        total_N = torch.where(most_N < vocab, mass_NW.sum(-1), MASS)
-        before_NW = mass_NW.cumsum(-1) - mass_NW
-        short_NW = inside_NW & ((before_NW.double() < (top_p_N * total_N.double())[:, None]) | (top_p_N >= 1)[:, None])
-        size_N = short_NW.sum(-1)
-        settled_N = whole_N | (most_N <= width) | ((most_N == vocab) & (size_N < width))
-        if width == vocab or bool(settled_N.all()):
-            break
-    last_N1 = sorted_NW.gather(-1, size_N[:, None] - 1)
-    above_NV, equal_NV = probs_NV > last_N1, probs_NV == last_N1
-    equals_N1 = size_N[:, None] - above_NV.sum(-1, keepdim=True)
+    size_N, last_N, settled_N = _cut(probs_NV, most_N, top_p_N, min(PREFIX, vocab))
+    open_N = ~(settled_N | whole_N)  # rows whose most probable ids are not enough: sort them all
+    if bool(open_N.any()):
+        size_N[open_N], last_N[open_N], _ = _cut(probs_NV[open_N], most_N[open_N], top_p_N[open_N], vocab)
+    above_NV, equal_NV = probs_NV > last_N[:, None], probs_NV == last_N[:, None]
+    equals_N1 = (size_N - above_NV.sum(-1))[:, None]
     keep_NV = above_NV | (equal_NV & (equal_NV.cumsum(-1) <= equals_N1)) | whole_N[:, None]
     best_N1 = probs_NV.amax(-1, keepdim=True)
     return keep_NV & (probs_NV >= min_p_N[:, None] * best_N1) & (probs_NV > 0)
+
+
+def _cut(probs_NV: Tensor, most_N: Tensor, top_p_N: Tensor, width: int) -> tuple[Tensor, Tensor, Tensor]:
+    """How many of each row's `width` most probable ids are kept, the probability of the last, and if that is final."""
+    vocab = probs_NV.shape[1]
+    sorted_NW = probs_NV.topk(width).values if width < vocab else probs_NV.sort(dim=-1, descending=True).values
+    inside_NW = torch.arange(width, device=probs_NV.device) < most_N[:, None]
+    mass_NW = (sorted_NW.double() * MASS).round().long().masked_fill(~inside_NW, 0)
+    total_N = torch.where(most_N < vocab, mass_NW.sum(-1), MASS)
+    before_NW = (mass_NW.cumsum(-1) - mass_NW).double()
+    short_NW = (before_NW < (top_p_N * total_N.double())[:, None]) | (top_p_N >= 1)[:, None]
+    size_N = (inside_NW & short_NW).sum(-1)
+    final_N = (most_N <= width) | ((most_N == vocab) & (size_N < width))
+    return size_N, sorted_NW.gather(-1, size_N[:, None] - 1)[:, 0], final_N
 
 
 def draw(probs_NV: Tensor, generator: torch.Generator) -> Tensor:

@@ -18,6 +18,8 @@ from typing import Any
 import numpy as np
 
 from glm5.serve.request import Constraint
+from glm5.text.arguments import argument_types
+from glm5.text.messages import Tool, tools_from_openai
 from glm5.text.tokenizer import Tokenizer
 from glm5.utils.errors import UserError
 
@@ -67,13 +69,10 @@ class GrammarCompiler:
     def _source(self, constraint: Constraint) -> str:
         make = self._library.LLMatcher
         match constraint.kind:
-            case "json":
-                return make.grammar_from_json_schema({}, overrides={"whitespace_pattern": BLANK})
-            case "json_schema":
-                schema = json.loads(constraint.text)
-                if not isinstance(schema, dict | bool):
+            case "json" | "json_schema":
+                schema = json.loads(constraint.text) if constraint.kind == "json_schema" else {"type": "object"}
+                if not isinstance(schema, dict):
                     raise ValueError(f"{constraint.text[:80]!r} is not an object")
-                schema = schema if isinstance(schema, dict) else ({} if schema else {"enum": []})
                 return make.grammar_from_json_schema(schema, overrides={"whitespace_pattern": BLANK})
             case "regex":
                 return make.grammar_from_regex(constraint.text)
@@ -155,89 +154,71 @@ class _Vocabulary:
 def tool_grammar(constraint: Constraint, tokenizer: Tokenizer) -> str:
     """One or more calls of the given tools in the native form, as a Lark grammar.
 
-    Parameters come in any order, each at most once, the required ones always; only declared ones. A value whose schema
-    admits a string is text as it stands (of an enum: one of its members), any other is JSON that fits its schema.
+    Parameters come in any order, each at most once, the required ones always; others than the declared ones where
+    `additionalProperties` says so. A value whose schema admits a string is text as it stands (of an enum: one of its
+    members), any other is JSON that fits its schema.
 
     Raises:
-        ValueError: the tools cannot be read. The message names the place.
+        UserError: the tools cannot be read.
+        ValueError: they are no JSON, or cannot be written as a grammar. The message names the place.
     """
-    tools = json.loads(constraint.text)
-    if not isinstance(tools, list) or not tools:
-        raise ValueError("must be a list of at least one tool")
+    tools = tools_from_openai(json.loads(constraint.text))
+    if not tools:
+        raise ValueError("there is none to call")
     mark = {name: f"<[{tokenizer.special_id(f'<{name}>')}]>" for name in _MARKERS}
-    most = constraint.max_calls or ""
-    lines = [f"start: call{{1,{most}}}", "TEXT: /(.|\\n)*/"]
-    lines.append("call: " + " | ".join(f"call_{t}" for t in range(len(tools))))
+    lines = [
+        f"start: call{{1,{constraint.max_calls or ''}}}",
+        "call: " + " | ".join(f"call_{t}" for t in range(len(tools))),
+        r"TEXT: /(.|\n)*/",
+    ]
+
+    def pair(key: str, value: str) -> str:
+        return f"{mark['arg_key']} {key} {mark['/arg_key']} {mark['arg_value']} ({value}) {mark['/arg_value']}"
+
     for t, tool in enumerate(tools):
-        name, parameters = _tool(tool, f"[{t}]")
-        properties, required = parameters.get("properties", {}), set(parameters.get("required", ()))
+        properties, required = _parameters(tool, f"[{t}].function.parameters")
         keys = sorted(properties, key=lambda key: key not in required)  # required ones first: their bits are one run
-        if len(keys) > MOST_PARAMETERS:
-            raise ValueError(f"[{t}]: {len(keys)} parameters, of at most {MOST_PARAMETERS}")
-        if missing := required - set(keys):
-            raise ValueError(f"[{t}]: required parameter {min(missing)!r} is not among its properties")
-        pairs = f"pairs_{t}::0x0" if keys else ""
-        lines.append(f"call_{t}: {mark['tool_call']} {_literal(name)} {pairs} {mark['/tool_call']}")
-        if not keys:
-            continue
-        lines.append(f'pairs_{t}::_: "" ' + (f"%if is_ones([0:{len(required)}])" if required else ""))
-        for k in range(len(keys)):
-            lines.append(f"  | pair_{t}_{k} pairs_{t}::set_bit({k}) %if bit_clear({k})")
+        rest = tool.parameters.get("additionalProperties")
+        more = isinstance(rest, dict) or rest is True
+        pairs = f"pairs_{t}::0x0" if keys else f"more_{t}*" if more else ""
+        lines.append(f"call_{t}: {mark['tool_call']} {_literal(tool.name)} {pairs} {mark['/tool_call']}")
+        if keys:  # the word that goes along marks the parameters that were given
+            lines.append(f'pairs_{t}::_: "" ' + (f"%if is_ones([0:{len(required)}])" if required else ""))
+            lines += [f"  | pair_{t}_{k} pairs_{t}::set_bit({k}) %if bit_clear({k})" for k in range(len(keys))]
+            lines += [f"  | more_{t} pairs_{t}::_"] if more else []
         for k, key in enumerate(keys):
-            value = _value(properties[key], parameters)
-            lines.append(
-                f"pair_{t}_{k}: {mark['arg_key']} {_literal(key)} {mark['/arg_key']} "
-                f"{mark['arg_value']} ({value}) {mark['/arg_value']}"
-            )
+            lines.append(f"pair_{t}_{k}: " + pair(_literal(key), _value(properties[key], tool, key)))
+        if more:
+            declared = " | ".join(map(_literal, keys))
+            lines.append(rf"OTHER_{t}: /(.|\n)+/" + (f" & ~({declared})" if keys else ""))
+            lines.append(f"more_{t}: " + pair(f"OTHER_{t}", _value(rest, tool, "")))
     return "\n".join(lines) + "\n"
 
 
 _MARKERS = ("tool_call", "/tool_call", "arg_key", "/arg_key", "arg_value", "/arg_value")
 
 
-def _tool(tool: Any, place: str) -> tuple[str, dict[str, Any]]:
-    """Name and parameters of a tool, bare or wrapped as {"type": "function", "function": ...}."""
-    function = tool.get("function", tool) if isinstance(tool, dict) else None
-    if not isinstance(function, dict) or not isinstance(function.get("name"), str) or not function["name"]:
-        raise ValueError(f"{place}: has no name")
-    parameters = function.get("parameters") or {}
-    if not isinstance(parameters, dict) or not isinstance(parameters.get("properties", {}), dict):
-        raise ValueError(f"{place}.parameters: must be a schema of an object")
-    return function["name"], parameters
+def _parameters(tool: Tool, place: str) -> tuple[dict[str, Any], set[str]]:
+    """The declared parameters of a tool, and the names of the required ones."""
+    properties, required = tool.parameters.get("properties", {}), tool.parameters.get("required", [])
+    if not isinstance(properties, dict):
+        raise ValueError(f"{place}.properties: must be an object")
+    if not isinstance(required, list) or not all(name in properties for name in required):
+        raise ValueError(f"{place}.required: {required!r} must be names of properties")
+    if len(properties) > MOST_PARAMETERS:
+        raise ValueError(f"{place}.properties: {len(properties)} of at most {MOST_PARAMETERS}")
+    return properties, set(required)
 
 
-def _value(schema: Any, parameters: dict[str, Any]) -> str:
-    """A value's rule."""
+def _value(schema: Any, tool: Tool, key: str) -> str:
+    """The rule of one value. Its types are those by which the parser of answers reads it."""
     members = schema.get("enum", [schema["const"]] if "const" in schema else None) if isinstance(schema, dict) else None
     if members:
         return " | ".join(_literal(m if isinstance(m, str) else json.dumps(m, ensure_ascii=False)) for m in members)
-    if _admits_text(schema, parameters, 0):
+    if not isinstance(schema, dict) or "string" in argument_types(tool, key):
         return "TEXT"
-    shared = {name: parameters[name] for name in ("$defs", "definitions") if name in parameters}
+    shared = {name: tool.parameters[name] for name in ("$defs", "definitions") if name in tool.parameters}
     return "%json " + json.dumps({**shared, **schema, "x-guidance": {"whitespace_pattern": BLANK}})
-
-
-def _admits_text(schema: Any, parameters: dict[str, Any], depth: int) -> bool:
-    """Whether a string may fit the schema."""
-    if not isinstance(schema, dict) or depth > 16:
-        return schema is not False
-    if "$ref" in schema:
-        target: Any = parameters
-        for part in str(schema["$ref"]).removeprefix("#/").split("/"):
-            target = target.get(part) if isinstance(target, dict) else None
-        if target is None:
-            raise ValueError(f"$ref {schema['$ref']!r} leads nowhere")
-        return _admits_text(target, parameters, depth + 1)
-    for name in ("anyOf", "oneOf"):
-        if name in schema:
-            return any(_admits_text(part, parameters, depth + 1) for part in schema[name])
-    if "allOf" in schema:
-        return all(_admits_text(part, parameters, depth + 1) for part in schema["allOf"])
-    members = schema.get("enum", [schema["const"]] if "const" in schema else None)
-    if members is not None:
-        return any(isinstance(member, str) for member in members)
-    kinds = schema.get("type", "string")
-    return "string" in ([kinds] if isinstance(kinds, str) else kinds)
 
 
 def _literal(text: str) -> str:

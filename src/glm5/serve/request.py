@@ -23,7 +23,7 @@ class Constraint:
     """A form that the answer must have.
 
     Args:
-        kind: json (any value of JSON), json_schema (`text` is the schema), regex, ebnf, or tools (`text` is the JSON
+        kind: json (any object of JSON), json_schema (`text` is the schema), regex, ebnf, or tools (`text` is the JSON
             list of the tools of which at least one must be called, in GLM-5's own form).
         text: the schema, expression or grammar.
         after_thinking: begin after `</think>`, where the prompt opens a thinking block; else with the first token.

@@ -2,41 +2,40 @@
 
     logits -> penalties, bias -> forbidden ids (stops, grammar, thinking budget) -> temperature -> truncation -> draw
 
-**Same seed, same text.** The noise of a draw is a hash of (seed, answer, position, id), so it depends on nothing
-else: not on the other rows, on chunks, on preemption, nor on drafts. With E_i that noise, exponentially distributed,
-the id drawn is the one of largest p_i / E_i, which is distributed as p (the Gumbel-max trick, or an exponential race).
+**Same seed, same text.** The noise of a draw depends on the seed, the answer's number and the position, and on nothing
+else: not on the other rows, on chunks, on preemption, nor on drafts.
 
 **Drafts.** Every row of a verified block is drawn as if its drafts were right. A draft counts while it is what was
 drawn there, so the text is that of plain decoding, id by id, sampled or greedy. Drafts are drawn from the MTP layer's
 distribution q with the noise of the same position; a draft is then right with a probability of at least
-(1 - d) / (1 + d), d being the total variation between p and q. No draft made without a look at p can promise more;
+(1 - d) / (1 + d), where d is the total variation between p and q. No draft made without a look at p can promise more;
 rejection sampling reaches 1 - d, but what it says depends on the drafts. Source: report section 2.1 (MTP); Daliri et
-al., 2025, "Coupling without communication and drafter-invariant speculative decoding". Read next: `grammar`, `engine`.
+al., 2025, "Coupling without communication and drafter-invariant speculative decoding".
+
+Read next: `race`, `grammar`, `stops`.
 """
 
 from __future__ import annotations
 
 import secrets
-import struct
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
-from hashlib import blake2b
+from dataclasses import dataclass, field, replace
 from itertools import islice
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from glm5.model.sampling import kept
-from glm5.serve.grammar import GrammarCompiler, Matcher
+from glm5.serve.grammar import Grammar, GrammarCompiler, Matcher
+from glm5.serve.race import figures, noise_key, race, truncates
 from glm5.serve.request import Constraint, Finish, Request, SamplingParams, TokenInfo
 from glm5.serve.stops import StopMatcher
 from glm5.text.tokenizer import Tokenizer
 from glm5.utils.errors import UserError
 
+ROWS_AT_ONCE = 128  # bounds the memory of a step; rows do not see each other
 NOT_FINITE = "the logits have a NaN or no finite value"
 NOTHING_LEFT = "no id may follow"
-ROWS_AT_ONCE = 128  # bounds the memory of the steps below; rows do not see each other
 
 
 @dataclass(frozen=True)
@@ -45,7 +44,7 @@ class Chosen:
 
     Args:
         ids: at least one, unless `finish` is an error. info: one entry an id where asked for, else empty.
-        accepted: how many drafts were right and are among `ids`.
+        accepted: how many drafts were right; they are the first of `ids`.
         finish, trim: as `Delta` has them.
     """
 
@@ -61,42 +60,46 @@ class _Phase:
     """Where an answer is between its marks. `waiting`: its constraint begins after this thinking block."""
 
     thinking: bool
-    spent: int = 0
     waiting: bool = False
+    spent: int = 0
 
     def after(self, id: int, think: int | None, end_think: int | None) -> _Phase:
         if self.thinking:
             return _Phase(False) if id == end_think else replace(self, spent=self.spent + 1)
-        return _Phase(True) if id is not None and id == think else self
+        return replace(self, thinking=True, spent=0) if id == think else self
 
 
+@dataclass(eq=False)
 class SamplerState:
-    """What the sampler knows of one answer. Make it with `Sampler.state`; it survives preemption unchanged."""
+    """What the sampler knows of one answer. Make it with `Sampler.state`; preemption leaves it as it is.
 
-    def __init__(
-        self,
-        request: Request,
-        index: int,
-        limit: int,
-        stop_ids: frozenset[int],
-        phase: _Phase,
-        matcher: Matcher | None,
-        stops: StopMatcher | None,
-    ) -> None:
-        params = request.params
-        self.params, self.index, self.limit, self.stop_ids = params, index, limit, stop_ids
-        self.seed = params.seed if params.seed is not None else secrets.randbits(63)
-        self.count = 0  # ids of this answer so far
-        self.finish: Finish | None = None
-        self.phase, self.matcher, self.stops = phase, matcher, stops
-        self.penalised = bool(params.frequency_penalty or params.presence_penalty or params.repetition_penalty != 1)
-        self._prompt = request.input_ids
-        self.counts_V: Tensor | None = None  # of generated ids, made when first needed
-        self.seen_V: Tensor | None = None  # ids of prompt and answer
+    `count` is how many ids the answer has, `finish` how it ended.
+    """
+
+    request: Request
+    index: int
+    limit: int
+    stop_ids: frozenset[int]
+    seed: int
+    phase: _Phase
+    matcher: Matcher | None
+    stops: StopMatcher | None
+    count: int = 0
+    finish: Finish | None = None
+    histories: tuple[Tensor, Tensor] | None = field(default=None, repr=False)
+
+    @property
+    def params(self) -> SamplingParams:
+        return self.request.params
 
     @property
     def constrained(self) -> bool:
         return self.matcher is not None and not self.phase.waiting
+
+    @property
+    def penalised(self) -> bool:
+        p = self.params
+        return bool(p.frequency_penalty or p.presence_penalty or p.repetition_penalty != 1)
 
     @property
     def unbounded(self) -> bool:
@@ -111,19 +114,11 @@ class SamplerState:
         asked = p.logprobs is not None or p.kept_set
         return p.temperature == 0 and not asked and not p.logit_bias and not self.penalised and self.unbounded
 
-    def histories(self, x_RV: Tensor) -> tuple[Tensor, Tensor]:
-        """Counts of generated ids fp32 [V], and ids seen at all bool [V]."""
-        if self.counts_V is None or self.seen_V is None:
-            self.counts_V = torch.zeros_like(x_RV[0])
-            self.seen_V = torch.zeros_like(x_RV[0], dtype=torch.bool)
-            self.seen_V[torch.tensor(self._prompt, device=x_RV.device)] = True
-        return self.counts_V, self.seen_V
-
 
 @dataclass(frozen=True)
 class _Block:
-    """An answer with drafts that are taken as right, and the logits after its last id and after each; or, with `first`,
-    only those after `first` drafts and later."""
+    """An answer, drafts that are taken as right, and the rows of logits after its last id and after each draft; with
+    `first`, only the rows after so many drafts and later."""
 
     state: SamplerState
     ahead: tuple[int, ...]
@@ -132,12 +127,6 @@ class _Block:
     @property
     def rows(self) -> int:
         return len(self.ahead) + 1 - self.first
-
-    def noise_keys(self) -> list[tuple[int, int]]:
-        """Of each row's noise: 64 bits of a hash, as two signed words."""
-        state, start = self.state, self.state.count + self.first
-        seeds = (struct.pack("<qqq", state.seed, state.index, start + row) for row in range(self.rows))
-        return [struct.unpack("<ii", blake2b(seed, digest_size=8).digest()) for seed in seeds]
 
 
 @dataclass(frozen=True)
@@ -166,7 +155,8 @@ class Sampler:
 
     # ------------------------------------------------------------------------------------------ before the first id
     def check(self, params: SamplingParams) -> None:
-        """Refuse what this sampler cannot do, and compile the constraint, which may take a while: call it early.
+        """Refuse what this sampler cannot do. It compiles the constraint, which may take a while, and remembers it:
+        call it early, in any thread.
 
         Raises:
             UserError: it names the field.
@@ -176,7 +166,7 @@ class Sampler:
         if params.thinking_budget is not None and self._end_think is None:
             raise UserError("thinking_budget: the tokenizer has no </think>", "use a GLM tokenizer")
         if params.constraint is not None:
-            self._matcher(params.constraint)
+            self._grammar(params.constraint)
 
     def state(self, request: Request, index: int, limit: int) -> SamplerState:
         """The state of answer `index` of a request, which gets at most `limit` ids.
@@ -184,31 +174,31 @@ class Sampler:
         Raises:
             UserError: as `check`.
         """
-        params = request.params
-        self.check(params)
-        eos = () if params.ignore_eos else self.eos_ids
+        p = request.params
+        self.check(p)
         thinking = self._opens_thinking(request.input_ids)
-        waiting = params.constraint is not None and params.constraint.after_thinking and thinking
+        waiting = p.constraint is not None and p.constraint.after_thinking and thinking
         return SamplerState(
             request,
             index,
             limit,
-            frozenset((*eos, *params.stop_token_ids)),
-            _Phase(thinking, 0, waiting),
-            self._matcher(params.constraint) if params.constraint is not None else None,
-            StopMatcher(params.stop) if params.stop else None,
+            stop_ids=frozenset((*(() if p.ignore_eos else self.eos_ids), *p.stop_token_ids)),
+            seed=p.seed if p.seed is not None else secrets.randbits(63),
+            phase=_Phase(thinking, waiting),
+            matcher=self._grammar(p.constraint).matcher() if p.constraint is not None else None,
+            stops=StopMatcher(p.stop) if p.stop else None,
         )
 
-    def _matcher(self, constraint: Constraint) -> Matcher:
+    def _grammar(self, constraint: Constraint) -> Grammar:
         assert self.tokenizer is not None
         if self._compiler is None:
             self._compiler = GrammarCompiler(self.tokenizer)
-        return self._compiler.compile(constraint).matcher()
+        return self._compiler.compile(constraint)
 
     def _opens_thinking(self, ids: Sequence[int]) -> bool:
         """Whether the last mark of a prompt is `<think>`."""
         marks = {self._think, self._end_think}
-        return self._think is not None and next((i for i in reversed(ids) if i in marks), None) == self._think
+        return self._think is not None and next((id for id in reversed(ids) if id in marks), None) == self._think
 
     # ------------------------------------------------------------------------------------------ a step
     def choose(
@@ -222,116 +212,109 @@ class Sampler:
             drafts: of each answer; None is none for all.
 
         Returns:
-            For each answer its accepted drafts and one id more, cut where it finishes.
+            For each answer the drafts that were right and one id more, cut where it finishes.
         """
         each = zip(states, drafts or [()] * len(states), strict=True)
         blocks = [_Block(state, tuple(ahead)) for state, ahead in each]
-        rows = iter(list(self._draw(logits_NV, blocks, figures=True)))
-        return [self._accept(block.state, block.ahead, list(islice(rows, block.rows))) for block in blocks]
+        rows = iter(list(self._draw(logits_NV, blocks, with_figures=True)))
+        return [self._accept(block.state, block.ahead, islice(rows, block.rows)) for block in blocks]
 
     def draft(
         self, logits_BV: Tensor, states: Sequence[SamplerState], ahead: Sequence[Sequence[int]] | None = None
     ) -> list[int]:
-        """One more draft for every answer, from the MTP layer's logits, with the noise that `choose` will use there.
+        """One more draft for every answer, drawn as `choose` will draw there. No state changes.
 
         Args:
-            logits_BV: one row an answer. ahead: its drafts so far; None is none for all.
+            logits_BV: the MTP layer's, one row an answer. ahead: its drafts so far; None is none for all.
         """
         each = zip(states, ahead or [()] * len(states), strict=True)
         blocks = [_Block(state, tuple(ids), first=len(ids)) for state, ids in each]
-        return [row.id for row in self._draw(logits_BV, blocks, figures=False)]
+        return [row.id for row in self._draw(logits_BV, blocks, with_figures=False)]
 
     def prompt_info(self, logits_TV: Tensor, next_ids: Sequence[int], top: int) -> list[TokenInfo]:
-        """Figures of a prompt's ids under the model's own distribution: row t is what `next_ids[t]` follows."""
+        """Figures of a prompt's ids under the model's own distribution: `next_ids[t]` follows row t."""
         out: list[TokenInfo] = []
         for start in range(0, len(next_ids), ROWS_AT_ONCE):
             ids = next_ids[start : start + ROWS_AT_ONCE]
-            logits = logits_TV[start : start + len(ids)].float().clone()
+            logits = logits_TV[start : start + len(ids)].to(torch.float32, copy=True)
             logits[:, self.vocab_size :] = -torch.inf
-            logprobs = logits.log_softmax(-1)
-            out += _figures(logprobs, torch.tensor(ids, device=logits.device), [top] * len(ids))
+            out += figures(logits.log_softmax(-1), torch.tensor(ids, device=logits.device), [top] * len(ids))
         return out
 
     # ------------------------------------------------------------------------------------------ drawing
-    def _draw(self, logits_NV: Tensor, blocks: Sequence[_Block], figures: bool) -> Iterator[_Row]:
-        """One draw for every row of every block, block by block, in groups that bound the memory."""
-        start, group, rows = 0, [], 0
+    def _draw(self, logits_NV: Tensor, blocks: Sequence[_Block], with_figures: bool) -> Iterator[_Row]:
+        """One draw for every row of every block, in groups of blocks that bound the memory."""
+        start, rows = 0, 0
+        group: list[_Block] = []
         for i, block in enumerate(blocks):
             group.append(block)
             rows += block.rows
             if rows >= ROWS_AT_ONCE or i == len(blocks) - 1:
-                yield from self._draw_group(logits_NV[start : start + rows], group, figures)
-                start, group, rows = start + rows, [], 0
+                logits = logits_NV[start : start + rows]
+                plain = all(block.state.plain for block in group)
+                yield from self._largest(logits) if plain else self._draw_group(logits, group, with_figures)
+                start, rows, group = start + rows, 0, []
 
-    def _draw_group(self, logits_NV: Tensor, blocks: Sequence[_Block], figures: bool) -> list[_Row]:
-        if all(block.state.plain for block in blocks):
-            best_N, id_N = logits_NV[:, : self.vocab_size].max(-1)
-            pairs = zip(id_N.tolist(), best_N.isfinite().tolist(), strict=True)
-            return [_Row(id, "" if sound else NOT_FINITE) for id, sound in pairs]
+    def _largest(self, logits_NV: Tensor) -> Iterator[_Row]:
+        best_N, id_N = logits_NV[:, : self.vocab_size].max(-1)
+        for id, sound in zip(id_N.tolist(), best_N.isfinite().tolist(), strict=True):
+            yield _Row(id, "" if sound else NOT_FINITE)
 
-        x_NV = logits_NV.to(torch.float32, copy=True)  # all ids, padding too: rows stay aligned in memory
+    def _draw_group(self, logits_NV: Tensor, blocks: Sequence[_Block], with_figures: bool) -> Iterator[_Row]:
+        x_NV = logits_NV.to(torch.float32, copy=True)  # with the padding, so that every row is aligned in memory
         x_NV[:, self.vocab_size :] = -torch.inf
         sound_N = x_NV.amax(-1).isfinite()
         x_NV.masked_fill_(~sound_N[:, None], 0.0)
-        start, params = 0, []
+        start, params, keys = 0, [], []
         for block in blocks:
+            state, position = block.state, block.state.count + block.first
             self._shape(x_NV[start : start + block.rows], block)
             start += block.rows
-            params += [block.state.params] * block.rows
-        best_N = x_NV.amax(-1)
-        open_N = best_N > -torch.inf
-        id_N = x_NV.argmax(-1)
+            params += [state.params] * block.rows
+            if state.params.temperature > 0:
+                keys += [noise_key(state.seed, state.index, position + row) for row in range(block.rows)]
+        best_N, id_N = x_NV.max(-1)
+        open_N = best_N.isfinite()
 
         sampled = [row for row, p in enumerate(params) if p.temperature > 0]
-        wanted = [row for row, p in enumerate(params) if figures and (p.logprobs is not None or p.kept_set)]
-        sets: dict[int, tuple[int, ...]] = {}
+        wanted = [row for row, p in enumerate(params) if with_figures and (p.logprobs is not None or p.kept_set)]
         if sampled or wanted:
+            # Subtracting first keeps tiny temperatures from overflowing to inf - inf, the bound from dividing 0 by 0.
             heat_N = x_NV.new_tensor([max(p.temperature, 1e-30) if p.temperature > 0 else 1.0 for p in params])
             x_NV = ((x_NV - best_N.nan_to_num(neginf=0.0)[:, None]) / heat_N[:, None]).log_softmax(-1)
+        sets: dict[int, tuple[int, ...]] = {}
         if sampled:
-            keys = [key for block in blocks if block.state.params.temperature > 0 for key in block.noise_keys()]
-            id_N[sampled], keep_SV = _race(x_NV[sampled].exp(), [params[row] for row in sampled], keys)
+            id_N[sampled], keep_SV = race(x_NV[sampled].exp(), [params[row] for row in sampled], keys)
             for i, row in enumerate(sampled):
-                if keep_SV is not None and params[row].kept_set and _truncates(params[row]) and figures:
+                if with_figures and keep_SV is not None and params[row].kept_set and truncates(params[row]):
                     sets[row] = tuple(keep_SV[i].nonzero()[:, 0].tolist())
         ids = id_N.tolist()
         infos: dict[int, TokenInfo] = {}
         if wanted:
-            tops = [params[row].logprobs or 0 for row in wanted]
-            for row, info in zip(wanted, _figures(x_NV[wanted], id_N[wanted], tops), strict=True):
-                only = (ids[row],) if params[row].temperature == 0 and params[row].kept_set else None
-                infos[row] = replace(info, kept=sets.get(row, only))
-        faults = [
-            NOT_FINITE if not sound else ("" if is_open else NOTHING_LEFT)
-            for sound, is_open in zip(sound_N.tolist(), open_N.tolist(), strict=True)
-        ]
-        return [_Row(id, fault, infos.get(row)) for row, (id, fault) in enumerate(zip(ids, faults, strict=True))]
+            of_wanted = figures(x_NV[wanted], id_N[wanted], [params[row].logprobs or 0 for row in wanted])
+            for row, info in zip(wanted, of_wanted, strict=True):
+                greedy = (ids[row],) if params[row].temperature == 0 and params[row].kept_set else None
+                infos[row] = replace(info, kept=sets.get(row, greedy))
+        for row, (id, sound, is_open) in enumerate(zip(ids, sound_N.tolist(), open_N.tolist(), strict=True)):
+            yield _Row(id, NOT_FINITE if not sound else "" if is_open else NOTHING_LEFT, infos.get(row))
 
+    # ------------------------------------------------------------------------------------------ what may be said
     def _shape(self, x_RV: Tensor, block: _Block) -> None:
         """Turn one answer's logits into those of what it may say, in place."""
         state, ahead, first = block.state, block.ahead, block.first
         p = state.params
         if state.penalised:
-            counts_V, seen_V = state.histories(x_RV)
-            counts_RV = counts_V.expand_as(x_RV).clone()
-            for row in range(block.rows):
-                for id in ahead[: first + row]:
-                    counts_RV[row, id] += 1
-            seen_RV = seen_V | (counts_RV > 0)
-            fair_RV = torch.where(x_RV > 0, x_RV / p.repetition_penalty, x_RV * p.repetition_penalty)
-            x_RV.copy_(torch.where(seen_RV, fair_RV, x_RV))
-            x_RV -= p.frequency_penalty * counts_RV + p.presence_penalty * (counts_RV > 0)
+            self._penalise(x_RV, block)
         if p.logit_bias:
             ids = torch.tensor(list(p.logit_bias), device=x_RV.device)
             x_RV[:, ids] += x_RV.new_tensor(list(p.logit_bias.values()))
         if state.unbounded:
             return
-
         phase, taken = state.phase, 0
         for j in range(len(ahead) + 1):
             if j >= first:
                 self._forbid(x_RV[j - first], state, phase, state.count + j)
-            # What follows a stop id or what the grammar refuses is never reached.
+            # What follows a stop id, or a draft that the grammar refuses, is never reached.
             if j == len(ahead) or ahead[j] in state.stop_ids:
                 break
             if state.matcher is not None and not phase.waiting:
@@ -342,33 +325,47 @@ class Sampler:
         if state.matcher is not None:
             state.matcher.rollback(taken)
 
+    def _penalise(self, x_RV: Tensor, block: _Block) -> None:
+        state, p = block.state, block.state.params
+        if state.histories is None:
+            seen_V = torch.zeros_like(x_RV[0], dtype=torch.bool)
+            seen_V[torch.tensor(state.request.input_ids, device=x_RV.device)] = True
+            state.histories = torch.zeros_like(x_RV[0]), seen_V
+        counts_V, seen_V = state.histories
+        counts_RV = counts_V.repeat(block.rows, 1)
+        for row in range(block.rows):
+            for id in block.ahead[: block.first + row]:
+                counts_RV[row, id] += 1
+        fair_RV = torch.where(x_RV > 0, x_RV / p.repetition_penalty, x_RV * p.repetition_penalty)
+        x_RV.copy_(torch.where(seen_V | (counts_RV > 0), fair_RV, x_RV))
+        x_RV -= p.frequency_penalty * counts_RV + p.presence_penalty * (counts_RV > 0)
+
     def _forbid(self, x_V: Tensor, state: SamplerState, phase: _Phase, position: int) -> None:
         """Leave what may stand at one position."""
         p, stops = state.params, list(state.stop_ids)
+        early = position < p.min_new_tokens
         if phase.thinking and p.thinking_budget is not None and phase.spent >= p.thinking_budget:
             x_V.fill_(-torch.inf)
             x_V[self._end_think] = 0.0
-            return
-        early = position < p.min_new_tokens
-        if state.matcher is not None and not phase.waiting:
-            may = np.zeros(len(x_V), dtype=bool)
+        elif state.matcher is not None and not phase.waiting:
+            may_V = np.zeros(len(x_V), dtype=bool)
             allowed = state.matcher.allowed()
-            may[: len(allowed)] = allowed
-            may[stops] = False  # a stop id is never part of the form
-            if state.matcher.complete and not (early and may.any()):
-                may[stops] = True
-            x_V.masked_fill_(~torch.from_numpy(may).to(x_V.device), -torch.inf)
+            may_V[: len(allowed)] = allowed
+            may_V[stops] = False  # a stop id is never part of the form
+            if state.matcher.complete and not (early and may_V.any()):
+                may_V[stops] = True
+            x_V.masked_fill_(~torch.from_numpy(may_V).to(x_V.device), -torch.inf)
         elif stops and (early or phase.waiting):  # an answer that owes a form cannot end before it
             x_V[stops] = -torch.inf
 
     # ------------------------------------------------------------------------------------------ accepting
-    def _accept(self, state: SamplerState, ahead: tuple[int, ...], rows: Sequence[_Row]) -> Chosen:
+    def _accept(self, state: SamplerState, ahead: tuple[int, ...], rows: Iterator[_Row]) -> Chosen:
         """Go along a block while its drafts are what was drawn, and end where the answer does."""
         assert state.finish is None
         ids: list[int] = []
         info: list[TokenInfo] = []
         accepted = trim = 0
-        for j, row in enumerate(rows):
+        for row, draft in zip(list(rows), (*ahead, None), strict=True):
             if row.fault:
                 why = state.matcher.error if state.matcher is not None else ""
                 state.finish = Finish("error", message=f"{row.fault}: {why}" if why else row.fault)
@@ -376,27 +373,28 @@ class Sampler:
             ids.append(row.id)
             if row.info is not None:
                 info.append(row.info)
-            right = j < len(ahead) and row.id == ahead[j]
-            accepted += right
+            accepted += row.id == draft
             trim = self._advance(state, row.id)
-            if state.finish is not None or not right:
+            if state.finish is not None or row.id != draft:
                 break
         return Chosen(tuple(ids), tuple(info), accepted, state.finish, trim)
 
     def _advance(self, state: SamplerState, id: int) -> int:
-        """Take one id, and decide whether the answer ends with it: grammar, stop id, stop string, length.
+        """Take one id, and decide whether the answer ends with it: stop id, grammar, stop string, length.
 
         Returns:
             `Delta.trim`.
         """
-        p, constrained = state.params, state.constrained
+        constrained = state.constrained
         state.count += 1
-        if state.counts_V is not None and state.seen_V is not None:
-            state.counts_V[id] += 1
-            state.seen_V[id] = True
-        if id in state.stop_ids:
+        if state.histories is not None:
+            counts_V, seen_V = state.histories
+            counts_V[id] += 1
+            seen_V[id] = True
+        if id in state.stop_ids:  # a constraint has let it through only where the form was complete
             state.finish = Finish("stop", id)
             return 0
+        state.phase = state.phase.after(id, self._think, self._end_think)
         if constrained and state.matcher is not None:
             if not state.matcher.advance(id):
                 state.finish = Finish("error", message=f"constraint: {state.matcher.error}")
@@ -404,67 +402,11 @@ class Sampler:
             if state.matcher.finished:
                 state.finish = Finish("stop")
                 return 0
-        state.phase = state.phase.after(id, self._think, self._end_think)
         if state.stops is not None and self.tokenizer is not None:
             match = state.stops.push(self.tokenizer.decode_bytes([id]))
-            if match is not None and state.count >= p.min_new_tokens:
+            if match is not None and state.count >= state.params.min_new_tokens:
                 state.finish = Finish("stop", match.stop)
-                return match.after if p.no_stop_trim else match.trim
+                return match.after if state.params.no_stop_trim else match.trim
         if state.count >= state.limit:
             state.finish = Finish("length")
         return 0
-
-
-# ---------------------------------------------------------------------------------------------- the mathematics
-def exponentials(keys: Sequence[tuple[int, int]], width: int, device: torch.device) -> Tensor:
-    """Noise of the exponential distribution, one row a key, fp32 [len(keys), width]: a hash of key and column.
-
-    Two rounds of the 32-bit finalizer of MurmurHash3, each on one word of the key; 31 bits make a uniform number.
-    """
-    words = torch.tensor(keys, dtype=torch.int32, device=device)
-    h = torch.arange(width, dtype=torch.int32, device=device) ^ words[:, :1]
-    _mix(h)
-    h += words[:, 1:]
-    _mix(h)
-    # Small numbers decide a race, and float32 is fine near 0, so it is 1 that is cut off.
-    uniform = ((h & 0x7FFFFFFF).float() + 0.5).mul_(2.0**-31).clamp_(max=1 - 2.0**-24)
-    return uniform.neg_().log1p_().neg_()
-
-
-def _mix(h: Tensor) -> None:
-    """MurmurHash3's finalizer, in place on int32: shifts are made logical, products wrap."""
-    h ^= (h >> 16) & 0xFFFF
-    h *= 0x85EBCA6B - 2**32
-    h ^= (h >> 13) & 0x7FFFF
-    h *= 0xC2B2AE35 - 2**32
-    h ^= (h >> 16) & 0xFFFF
-
-
-def _race(
-    probs_SV: Tensor, params: Sequence[SamplingParams], keys: Sequence[tuple[int, int]]
-) -> tuple[Tensor, Tensor | None]:
-    """Truncate and draw: ids int64 [S], and what could be drawn bool [S, V] (None: all)."""
-    keep_SV = None
-    if any(map(_truncates, params)):
-        top_k = torch.tensor([max(p.top_k, 0) for p in params], device=probs_SV.device)
-        top_p = torch.tensor([p.top_p for p in params], dtype=torch.double, device=probs_SV.device)
-        keep_SV = kept(probs_SV, top_k, top_p, probs_SV.new_tensor([p.min_p for p in params]))
-        probs_SV = probs_SV.masked_fill(~keep_SV, 0.0)
-    return (probs_SV / exponentials(keys, probs_SV.shape[1], probs_SV.device)).argmax(-1), keep_SV
-
-
-def _truncates(p: SamplingParams) -> bool:
-    return p.top_k > 0 or p.top_p < 1 or p.min_p > 0
-
-
-def _figures(logprobs_NV: Tensor, id_N: Tensor, tops: Sequence[int]) -> list[TokenInfo]:
-    """Each id's log-probability, and those of the likeliest ids that can occur at all."""
-    own = logprobs_NV.gather(-1, id_N[:, None])[:, 0].tolist()
-    best = logprobs_NV.topk(max(tops))
-    likeliest = [
-        list(zip(*pair, strict=True)) for pair in zip(best.indices.tolist(), best.values.tolist(), strict=True)
-    ]
-    return [
-        TokenInfo(logprob, tuple((id, value) for id, value in pairs[:top] if value > -torch.inf))
-        for logprob, pairs, top in zip(own, likeliest, tops, strict=True)
-    ]
