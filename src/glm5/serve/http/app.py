@@ -1,0 +1,158 @@
+"""The application: every route, behind one guard; and how it is served and shut down.
+
+`create_app` makes the ASGI application of a backend. `serve` runs it with uvicorn: on SIGTERM it accepts nothing new
+(503, so that a balancer looks elsewhere), lets what runs end for `drain_s` seconds, then ends the rest. Read next:
+`server`, then `chat` or `native`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import signal
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+from importlib.resources import files
+from types import FrameType
+from typing import Any
+
+import uvicorn
+from fastapi import FastAPI
+from fastapi.responses import HTMLResponse
+from starlette.middleware.cors import CORSMiddleware
+
+import glm5
+from glm5.serve.client import Backend
+from glm5.serve.http import chat, completions, control, errors, native, tokens
+from glm5.serve.http.guard import Guard
+from glm5.serve.http.server import HttpOptions, Server
+
+log = logging.getLogger(__name__)
+
+Lifespan = Callable[[], Awaitable[None]]
+
+
+def create_app(
+    backend: Backend,
+    options: HttpOptions | None = None,
+    *,
+    start: Lifespan | None = None,
+    stop: Lifespan | None = None,
+) -> FastAPI:
+    """The application.
+
+    Args:
+        start, stop: awaited when the event loop begins and ends, as `Runner` needs it.
+    """
+    options = options or HttpOptions()
+    server = Server(backend, options)
+
+    @asynccontextmanager
+    async def lifespan(app: FastAPI) -> AsyncIterator[None]:
+        if start is not None:
+            await start()
+        try:
+            yield
+        finally:
+            if stop is not None:
+                await stop()
+
+    app = FastAPI(title="glm5", version=glm5.__version__, lifespan=lifespan, responses=_documented())
+    app.state.server = server
+    errors.install(app)
+    for room in (chat, completions, native, control, tokens):
+        app.include_router(room.routes(server))
+
+    page = files("glm5.serve.http").joinpath("page.html").read_text(encoding="utf-8")
+
+    @app.get("/", response_class=HTMLResponse)
+    async def index() -> HTMLResponse:
+        """A page to chat on."""
+        return HTMLResponse(page, headers={"Content-Security-Policy": PAGE_POLICY})
+
+    app.add_middleware(
+        Guard,
+        api_key=options.api_key,
+        max_body_bytes=options.max_body_bytes,
+        body_timeout_s=options.body_timeout_s,
+        origins=options.origins,
+    )
+    if options.origins:
+        app.add_middleware(
+            CORSMiddleware, allow_origins=list(options.origins), allow_methods=["*"], allow_headers=["*"]
+        )
+    return app
+
+
+# The page is one file: its style and program are in it, and it talks to nobody but this server.
+PAGE_POLICY = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; connect-src 'self'"
+
+
+def _documented() -> dict[int | str, dict[str, Any]]:
+    """The errors that any route may answer, for the OpenAPI document."""
+    statuses = {
+        400: "The body or a parameter is wrong",
+        401: "The API key is missing or wrong",
+        403: "A web page of another origin asked",
+        404: "No such model",
+        408: "The body came too slowly",
+        413: "The body is too large",
+        500: "A fault of the server",
+        503: "Starting, draining, overloaded or failed",
+        504: "The request ran longer than its limit",
+    }
+    return {status: {"description": text, "model": errors.ErrorAnswer} for status, text in statuses.items()}
+
+
+class _Uvicorn(uvicorn.Server):
+    """Drains before it exits."""
+
+    def __init__(self, config: uvicorn.Config, state: Server) -> None:
+        super().__init__(config)
+        self._state = state
+        self._draining: asyncio.Task[None] | None = None
+
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        if self._draining is None and sig == signal.SIGTERM and self.started:
+            self._state.draining = True
+            self._captured_signals.append(sig)
+            self._draining = asyncio.get_running_loop().create_task(self._drain())
+        else:
+            super().handle_exit(sig, frame)
+
+    async def _drain(self) -> None:
+        """Wait for what runs, at most `drain_s`; then end it, and let uvicorn exit."""
+        state, loop = self._state, asyncio.get_running_loop()
+        log.info("draining: %d requests are under way", len(state.live))
+        deadline = loop.time() + state.options.drain_s
+        while state.live and loop.time() < deadline:
+            await asyncio.sleep(0.02)
+        if state.live:
+            log.warning("ending %d requests that did not end by themselves", len(state.live))
+            await state.backend.abort(None)
+        self.should_exit = True
+
+
+def serve(app: FastAPI, ready: Callable[[str, int], None] | None = None, log_level: str = "info") -> None:
+    """Serve until SIGTERM or Ctrl-C.
+
+    Args:
+        ready: called with the address and port when requests are accepted.
+    """
+    state: Server = app.state.server
+    options = state.options
+    config = uvicorn.Config(
+        app, host=options.host, port=options.port, log_level=log_level, timeout_graceful_shutdown=10, ws="none"
+    )
+    server = _Uvicorn(config, state)
+
+    async def main() -> None:
+        task = asyncio.ensure_future(server.serve())
+        while not server.started and not task.done():
+            await asyncio.sleep(0.01)
+        if server.started and ready is not None:
+            host, port = server.servers[0].sockets[0].getsockname()[:2]
+            ready(host, port)
+        await task
+
+    asyncio.run(main())

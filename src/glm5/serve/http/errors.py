@@ -1,0 +1,147 @@
+"""What a client is told when something is wrong: one exception, and the two shapes in which it is sent.
+
+OpenAI's shape is `{"error": {message, type, param, code}}`; paths under `/v1/messages` use Anthropic's. A fault of the
+client is always a 4xx that names the field; a 500 is a bug of ours, and is logged. Read next: `server`.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+from typing import Any
+
+from fastapi import FastAPI, Request
+from fastapi.exceptions import RequestValidationError
+from fastapi.responses import JSONResponse
+from pydantic import BaseModel
+from starlette.exceptions import HTTPException
+
+from glm5.serve.client import Unavailable
+from glm5.utils.errors import UserError
+
+log = logging.getLogger(__name__)
+
+# Status: OpenAI's type, Anthropic's type.
+TYPES = {
+    400: ("invalid_request_error", "invalid_request_error"),
+    401: ("authentication_error", "authentication_error"),
+    403: ("permission_error", "permission_error"),
+    404: ("not_found_error", "not_found_error"),
+    405: ("invalid_request_error", "invalid_request_error"),
+    408: ("timeout_error", "timeout_error"),
+    413: ("invalid_request_error", "request_too_large"),
+    429: ("rate_limit_error", "rate_limit_error"),
+    500: ("server_error", "api_error"),
+    503: ("service_unavailable_error", "overloaded_error"),
+    504: ("timeout_error", "timeout_error"),
+}
+
+
+class ApiError(Exception):
+    """An answer that is not 200.
+
+    Args:
+        status: of HTTP. message: what is wrong and how to mend it. param: the field. code: a word for programs.
+    """
+
+    def __init__(self, status: int, message: str, *, param: str | None = None, code: str | None = None) -> None:
+        self.status, self.message, self.param, self.code = status, message, param, code
+        super().__init__(message)
+
+
+class ErrorBody(BaseModel):
+    """What is wrong, in OpenAI's shape."""
+
+    message: str
+    type: str
+    param: str | None
+    code: str | None
+
+
+class ErrorAnswer(BaseModel):
+    """An answer that is not 200."""
+
+    error: ErrorBody
+
+
+class AnthropicErrorBody(BaseModel):
+    """What is wrong, in Anthropic's shape."""
+
+    type: str
+    message: str
+
+
+class AnthropicErrorAnswer(BaseModel):
+    """An answer that is not 200, under `/v1/messages`."""
+
+    type: str
+    error: AnthropicErrorBody
+
+
+class Json(JSONResponse):
+    """Compact JSON. Lone surrogates, which UTF-8 cannot hold, stay JSON escapes; NaN cannot be sent."""
+
+    def render(self, content: Any) -> bytes:
+        return dumps(content)
+
+
+def dumps(content: Any) -> bytes:
+    text = json.dumps(content, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
+    return text.encode("utf-8", "backslashreplace")
+
+
+def as_api_error(error: Exception) -> ApiError:
+    """Any exception as what the client is told of it; what is not the client's fault is logged."""
+    match error:
+        case ApiError():
+            return error
+        case RequestValidationError():
+            return _of_validation(error)
+        case UserError():
+            return ApiError(400, str(error))
+        case Unavailable():
+            return ApiError(503, str(error), code="unavailable")
+        case HTTPException():
+            return ApiError(error.status_code, str(error.detail))
+        case RecursionError():
+            return ApiError(400, "the body is nested too deeply. Flatten it")
+    log.error("a request failed", exc_info=error)
+    return ApiError(500, f"a fault of the server: {type(error).__name__}")
+
+
+def body_of(error: ApiError, path: str) -> dict[str, Any]:
+    """The error in the shape that clients of this path expect."""
+    openai, anthropic = TYPES.get(error.status, TYPES[400 if error.status < 500 else 500])
+    if path.startswith("/v1/messages"):
+        return {"type": "error", "error": {"type": anthropic, "message": error.message}}
+    return {"error": {"message": error.message, "type": openai, "param": error.param, "code": error.code}}
+
+
+def response_of(error: Exception, path: str) -> Json:
+    """The error as a response."""
+    told = as_api_error(error)
+    headers = {"Retry-After": "1"} if told.status in (429, 503) else None
+    return Json(body_of(told, path), told.status, headers=headers)
+
+
+def install(app: FastAPI) -> None:
+    """Let every exception leave through `response_of`."""
+
+    async def handle(request: Request, error: Exception) -> Json:
+        return response_of(error, request.url.path)
+
+    for kind in (ApiError, UserError, Unavailable, HTTPException, RequestValidationError, RecursionError, Exception):
+        app.add_exception_handler(kind, handle)
+
+
+def _of_validation(error: RequestValidationError) -> ApiError:
+    """The first thing that is wrong with a body, by its path, without repeating the client's values."""
+    first = error.errors()[0]
+    # `body` comes first; of unions, pydantic also names the branch, which says nothing to the client.
+    where = ".".join(str(part) for part in first["loc"][1:] if isinstance(part, int) or str(part).isidentifier())
+    reason = first["msg"].removeprefix("Value error, ")
+    if first["type"] == "json_invalid":
+        return ApiError(400, f"the body is not JSON: {first.get('ctx', {}).get('error', reason)}")
+    if not where:
+        return ApiError(400, f"the body must be a JSON object, sent as application/json: {reason}")
+    return ApiError(400, f"{where}: {reason}", param=where)

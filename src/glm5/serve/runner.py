@@ -1,0 +1,360 @@
+"""Runs an engine in a thread of its own and speaks asyncio to the server: the in-process `Backend`.
+
+The thread alone touches the engine. What the server wants arrives as commands in one queue, carried out between two
+steps; what a step yields goes back to the event loop in one call. An engine that raises `RequestFailed` loses those
+requests; any other exception ends them all, and `failure` says why. Read next: `http.app`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import queue
+import threading
+import uuid
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any, Protocol, TypeVar
+
+from glm5.serve.client import PauseMode, Stats, Unavailable, WeightGroup, WeightUpdate
+from glm5.serve.request import Delta, Finish, Request, SamplingParams
+from glm5.text.tokenizer import Tokenizer
+from glm5.utils.errors import UserError
+
+T = TypeVar("T")
+log = logging.getLogger(__name__)
+
+
+class RequestFailed(Exception):
+    """Raised by an engine's step: these requests cannot go on, the engine can. Their pages are given back."""
+
+    def __init__(self, rids: Sequence[str], message: str) -> None:
+        self.rids = tuple(rids)
+        super().__init__(message)
+
+
+class Engine(Protocol):
+    """What the runner drives. Every method is called from its thread.
+
+    `abort` ends a request without a word: the runner itself tells the waiting side. `pause` with mode keep or retract
+    prepares for a time without steps.
+    """
+
+    vocab_size: int
+    context: int
+    weight_version: str
+
+    @property
+    def has_work(self) -> bool: ...
+    def add(self, request: Request) -> None: ...
+    def abort(self, rid: str) -> None: ...
+    def step(self) -> list[Delta]: ...
+    def pause(self, mode: PauseMode) -> None: ...
+    def resume(self) -> None: ...
+    def flush_cache(self) -> bool: ...
+    def update_weights(self, update: WeightUpdate) -> None: ...
+    def join_group(self, group: WeightGroup) -> None: ...
+    def leave_group(self, group_name: str) -> None: ...
+    def checksum(self) -> dict[str, str]: ...
+    def release_memory(self, tags: tuple[str, ...]) -> None: ...
+    def resume_memory(self, tags: tuple[str, ...]) -> None: ...
+    def stats(self) -> Stats: ...
+    def info(self) -> dict[str, Any]: ...
+
+
+class Answers:
+    """The deltas of one request as they come: the `Stream` of a `Runner`."""
+
+    def __init__(self, inbox: asyncio.Queue[Delta], n: int, leave: Callable[[bool], None]) -> None:
+        self._inbox, self._left, self._leave = inbox, n, leave
+        self._closed = False
+
+    def __aiter__(self) -> Answers:
+        return self
+
+    async def __anext__(self) -> Delta:
+        if self._left == 0 or self._closed:
+            await self.aclose()
+            raise StopAsyncIteration
+        delta = await self._inbox.get()
+        self._left -= delta.finish is not None
+        return delta
+
+    async def aclose(self) -> None:
+        if not self._closed:
+            self._closed = True
+            self._leave(self._left > 0)
+
+
+class Runner:
+    """An engine as a `Backend`. Begin with `start` inside the event loop, end with `stop`.
+
+    Args:
+        engine: nobody else may touch it from now on.
+        tokenizer, model_name: of its model.
+    """
+
+    def __init__(self, engine: Engine, tokenizer: Tokenizer, model_name: str) -> None:
+        self.tokenizer, self.model_name = tokenizer, model_name
+        self.context, self.vocab_size = engine.context, engine.vocab_size
+        self._engine = engine
+        self._commands: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._failure: str | None = "the engine has not started"
+        # Of the event loop's side: where each request's deltas go.
+        self._inboxes: dict[str, asyncio.Queue[Delta]] = {}
+        # Of the thread's side: the last delta of each answer that has not ended; what a `wait` pause holds back.
+        self._open: dict[str, dict[int, Delta]] = {}
+        self._held: list[Request] = []
+        self._paused: PauseMode | None = None
+        self._steps = 0
+        self._stats, self._info = engine.stats(), engine.info()
+
+    # ------------------------------------------------------------------------------------- the event loop's side
+    def start(self) -> None:
+        """Start the thread. Call it once, inside the event loop that will use the runner."""
+        self._loop = asyncio.get_running_loop()
+        self._failure = None
+        self._thread.start()
+
+    async def stop(self) -> None:
+        """End all requests and the thread; returns when the step that runs has ended."""
+        if self._thread.is_alive():
+            self._failure = self._failure or "the server is stopping"
+            self._commands.put(None)
+            await asyncio.to_thread(self._thread.join)
+
+    @property
+    def failure(self) -> str | None:
+        return self._failure
+
+    @property
+    def paused(self) -> bool:
+        return self._paused is not None
+
+    @property
+    def weight_version(self) -> str:
+        return self._engine.weight_version
+
+    def stats(self) -> Stats:
+        return replace(self._stats, steps=self._steps)
+
+    def info(self) -> dict[str, Any]:
+        return self._info
+
+    async def generate(self, request: Request) -> Answers:
+        if request.rid in self._inboxes:
+            raise UserError(f"rid={request.rid!r} is in use by a running request", "choose another, or leave it out")
+        inbox = self._inboxes[request.rid] = asyncio.Queue()
+        try:
+            await self._call(lambda: self._add(request))
+        except BaseException:
+            self._inboxes.pop(request.rid, None)
+            # Cancelled while the command was under way: it may have been carried out.
+            self._commands.put(lambda: self._close(request.rid))
+            raise
+        return Answers(inbox, request.params.n, lambda unfinished: self._leave(request.rid, unfinished))
+
+    def _leave(self, rid: str, unfinished: bool) -> None:
+        del self._inboxes[rid]
+        if unfinished:
+            self._commands.put(lambda: self._close(rid))
+
+    async def abort(self, rid: str | None) -> None:
+        await self._call(lambda: self._abort(rid))
+
+    async def pause(self, mode: PauseMode) -> None:
+        if mode == "wait":
+            await self._call(lambda: self._pause("wait"))
+            while self._running_count():
+                await asyncio.sleep(0.01)
+            mode = "keep"
+        await self._call(lambda: self._pause(mode))
+
+    async def resume(self) -> None:
+        await self._call(self._resume)
+
+    async def flush(self) -> bool:
+        return await self._call(self._engine.flush_cache)
+
+    async def update_weights(self, update: WeightUpdate) -> None:
+        await self._call(lambda: self._engine.update_weights(update))
+
+    async def join_group(self, group: WeightGroup) -> None:
+        await self._call(lambda: self._engine.join_group(group))
+
+    async def leave_group(self, group_name: str) -> None:
+        await self._call(lambda: self._engine.leave_group(group_name))
+
+    async def checksum(self) -> dict[str, str]:
+        return await self._call(self._engine.checksum)
+
+    async def release_memory(self, tags: tuple[str, ...]) -> None:
+        await self._call(lambda: self._engine.release_memory(tags))
+
+    async def resume_memory(self, tags: tuple[str, ...]) -> None:
+        await self._call(lambda: self._engine.resume_memory(tags))
+
+    async def probe(self, timeout_s: float) -> bool:
+        try:
+            async with asyncio.timeout(timeout_s):
+                if self.paused:
+                    await self._call(lambda: None)
+                    return True
+                before = self._steps
+                if self._running_count() == 0:
+                    rid = f"probe-{uuid.uuid4().hex}"
+                    request = Request((0,), SamplingParams(max_new_tokens=1, temperature=0, ignore_eos=True), rid)
+                    async for delta in await self.generate(request):
+                        if delta.finish and delta.finish.type == "error":
+                            return False
+                while self._steps == before and not self.paused:
+                    await asyncio.sleep(0.005)
+                return True
+        except (TimeoutError, Unavailable):
+            return False
+
+    def _running_count(self) -> int:
+        return len(self._open) - len(self._held)
+
+    async def _call(self, work: Callable[[], T]) -> T:
+        """Carry out `work` in the engine's thread between two steps; its exception is raised here."""
+        if self._failure:
+            raise Unavailable(self._failure)
+        loop = asyncio.get_running_loop()
+        done: asyncio.Future[T] = loop.create_future()
+
+        def settle(result: T | None, error: BaseException | None) -> None:
+            if done.done():  # whoever asked has gone
+                return
+            if error is not None:
+                done.set_exception(error)
+            else:
+                done.set_result(result)  # type: ignore[arg-type]
+
+        def command() -> None:
+            try:
+                result, error = work(), None
+            except Exception as caught:
+                result, error = None, caught
+            loop.call_soon_threadsafe(settle, result, error)
+
+        self._commands.put(command)
+        while True:  # a command behind a fatal error is never carried out
+            finished, _ = await asyncio.wait({done}, timeout=1.0)
+            if finished:
+                return done.result()
+            if not self._thread.is_alive():
+                raise Unavailable(self._failure or "the engine's thread has ended")
+
+    def _deliver(self, deltas: list[Delta]) -> None:
+        for delta in deltas:
+            inbox = self._inboxes.get(delta.rid)
+            if inbox is not None:
+                inbox.put_nowait(delta)
+
+    # ------------------------------------------------------------------------------------------ the thread's side
+    def _run(self) -> None:
+        try:
+            while self._obey():
+                if self._may_step():
+                    self._step()
+                self._stats = self._engine.stats()
+        except Exception as error:
+            log.exception("the engine failed")
+            self._failure = f"the engine failed: {type(error).__name__}: {error}"
+        self._end(list(self._open), Finish("error", message=self._failure or "the server is stopping"))
+
+    def _may_step(self) -> bool:
+        return self._paused in (None, "wait") and self._engine.has_work
+
+    def _obey(self) -> bool:
+        """Carry out every command that is there; with nothing else to do, wait for one. False ends the thread."""
+        wait = not self._may_step()
+        while True:
+            try:
+                command = self._commands.get(block=wait)
+            except queue.Empty:
+                return True
+            if command is None:
+                return False
+            command()
+            wait = False
+
+    def _step(self) -> None:
+        try:
+            deltas = self._engine.step()
+        except RequestFailed as error:
+            for rid in error.rids:
+                self._engine.abort(rid)
+            self._end(list(error.rids), Finish("error", message=str(error)))
+            return
+        self._steps += 1
+        for delta in deltas:
+            answers = self._open.get(delta.rid)
+            if answers is None:
+                continue
+            if delta.finish is None:
+                answers[delta.index] = delta
+            else:
+                answers.pop(delta.index, None)
+                if not answers:
+                    del self._open[delta.rid]
+        self._post(deltas)
+
+    def _add(self, request: Request) -> None:
+        if self._paused == "wait":
+            self._held.append(request)
+        else:
+            self._engine.add(request)
+        blank = {i: Delta(request.rid, i, (), prompt_tokens=len(request.input_ids)) for i in range(request.params.n)}
+        self._open[request.rid] = blank
+
+    def _abort(self, rid: str | None) -> None:
+        rids = list(self._open) if rid is None else [rid] if rid in self._open else []
+        for one in rids:
+            if not self._unhold(one):
+                self._engine.abort(one)
+        self._end(rids, Finish("abort"))
+
+    def _close(self, rid: str) -> None:
+        """Nobody reads this request's answers any more."""
+        if self._open.pop(rid, None) is not None and not self._unhold(rid):
+            self._engine.abort(rid)
+
+    def _unhold(self, rid: str) -> bool:
+        count = len(self._held)
+        self._held = [r for r in self._held if r.rid != rid]
+        return len(self._held) < count
+
+    def _pause(self, mode: PauseMode) -> None:
+        if mode == "abort":
+            self._abort(None)
+        if mode != "wait":
+            self._engine.pause(mode)
+        self._paused = mode
+
+    def _resume(self) -> None:
+        if self._paused not in (None, "wait"):
+            self._engine.resume()
+        self._paused = None
+        held, self._held = self._held, []
+        for request in held:
+            try:
+                self._engine.add(request)
+            except UserError as error:
+                self._end([request.rid], Finish("error", message=str(error)))
+
+    def _end(self, rids: list[str], finish: Finish) -> None:
+        """Finish the open answers of these requests."""
+        ended = [
+            replace(last, ids=(), info=(), prompt_info=(), finish=finish, drafted=0, accepted=0)
+            for rid in rids
+            for last in self._open.pop(rid, {}).values()
+        ]
+        self._post(ended)
+
+    def _post(self, deltas: list[Delta]) -> None:
+        if deltas and self._loop is not None and not self._loop.is_closed():
+            self._loop.call_soon_threadsafe(self._deliver, deltas)
