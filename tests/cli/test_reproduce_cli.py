@@ -117,7 +117,7 @@ def test_a_comparison_from_files_to_a_page(corpus: Path, tmp_path: Path, capsys:
     status, _, err = run(*argv, "--steps", "5", capsys=capsys)
     assert status == 2
     assert "train.steps=5" in err
-    assert "--run" in err
+    assert "another directory" in err
 
 
 # --------------------------------------------------------------------------- what is shown

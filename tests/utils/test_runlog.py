@@ -20,7 +20,16 @@ import torch
 
 from glm5.utils import runlog
 from glm5.utils.errors import ConfigError, DataError, FileError
-from glm5.utils.runlog import MetricsReader, RunLog, find_runs, flatten, read_metrics, run_status
+from glm5.utils.runlog import (
+    MetricsReader,
+    RunLog,
+    find_runs,
+    flatten,
+    keep_config,
+    read_metrics,
+    refuse_changes,
+    run_status,
+)
 
 
 @dataclass(frozen=True)
@@ -203,13 +212,21 @@ def test_reader_follows_growth_and_a_resumed_file(tmp_path: Path) -> None:
 
 
 def test_config_is_saved_and_a_changed_one_refused(tmp_path: Path) -> None:
-    with RunLog(tmp_path) as log:
-        log.save_config(Config())
-        log.save_config(Config())
-        with pytest.raises(ConfigError, match=r"lr=0\.2: this run began with 0\.1"):
-            log.save_config(Config(lr=0.2))
-        log.save_config(Config(steps=9), may_differ=["steps"])
+    keep_config(tmp_path, Config(lr=0.3), begun=False)
+    keep_config(tmp_path, Config(), begun=False)
+    keep_config(tmp_path, Config(), begun=True)
+    with pytest.raises(ConfigError, match=r"lr=0\.2: this run began with 0\.1"):
+        keep_config(tmp_path, Config(lr=0.2), begun=True, may_differ={"steps"})
+    keep_config(tmp_path, Config(steps=9), begun=True, may_differ={"steps"})
     assert json.loads((tmp_path / "config.json").read_text()) == {"lr": 0.1, "steps": 9}
+
+
+def test_fields_may_differ_at_any_depth_by_their_own_name() -> None:
+    before = {"a": {"keep": 1, "lr": 0.1}, "keep": 1, "bookkeep": 1}
+    refuse_changes(before, {**before, "a": {"keep": 2, "lr": 0.1}, "keep": 3}, {"keep"})
+    for now, name in (({**before, "bookkeep": 2}, "bookkeep=2"), ({**before, "a": {"keep": 1, "lr": 1}}, r"a\.lr=1")):
+        with pytest.raises(ConfigError, match=f"^{name}: this run began with"):
+            refuse_changes(before, now, {"keep"})
 
 
 def test_environment_grows_by_one_entry_a_start(tmp_path: Path) -> None:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 import resource
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import Any
 
@@ -31,14 +31,12 @@ from glm5.train.random_state import capture_random_state, restore_random_state, 
 from glm5.train.rows import Rows, check_stage
 from glm5.train.stopping import stop_requests
 from glm5.train.totals import Counts, IndexerFigures, Totals, weighted
-from glm5.utils.config_io import to_dict
 from glm5.utils.errors import CheckpointError, NumericalError, UserError
-from glm5.utils.files import write_json
 from glm5.utils.progress import Progress
-from glm5.utils.runlog import CONFIG, RunLog
+from glm5.utils.runlog import RunLog, keep_config
 
-# Fields that a resumed run may change: they decide how long and how chatty, not what is computed.
-MAY_DIFFER = ("train.log_every", "train.save_every", "train.keep")
+# Fields that a resumed run may change: they decide how chatty and how safe it is, not what is computed.
+MAY_DIFFER = {"log_every", "save_every", "keep"}
 
 
 class Trainer:
@@ -281,7 +279,7 @@ class Trainer:
         self,
         *,
         resolved: Any = None,
-        may_differ: Sequence[str] = (),
+        may_differ: Collection[str] = (),
         title: str | None = None,
         on_step: Callable[[Trainer], None] | None = None,
     ) -> None:
@@ -289,7 +287,7 @@ class Trainer:
 
         Args:
             resolved: the dataclass to keep as the run's configuration; by default the stage's.
-            may_differ: fields of it, by dotted name, that a resumed run may change, beside `MAY_DIFFER`.
+            may_differ: names of fields of it that a resumed run may change, beside `MAY_DIFFER`.
             title: of the progress display.
             on_step: called after each step (tests use it to interrupt).
 
@@ -300,12 +298,8 @@ class Trainer:
         """
         config = self.config
         with RunLog(self.directory) as log:
-            allowed = (*MAY_DIFFER, *_short(MAY_DIFFER), *may_differ)
-            chosen = config if resolved is None else resolved
-            if self.store.list():
-                log.save_config(chosen, may_differ=allowed)
-            else:  # nothing was computed yet that depends on what an earlier start chose
-                write_json(log.directory / CONFIG, to_dict(chosen))
+            chosen, begun = config if resolved is None else resolved, bool(self.store.list())
+            keep_config(self.directory, chosen, begun=begun, may_differ={*MAY_DIFFER, *may_differ})
             warnings = self.resume()
             log.resume(self.finished_steps)
             log.save_environment()
@@ -352,10 +346,6 @@ class Trainer:
         except UserError as e:
             return NumericalError(error.what, f"The state could not be saved ({e.what}); {advice}")
         return NumericalError(error.what, f"The state is kept in {place}; {advice}")
-
-
-def _short(names: tuple[str, ...]) -> tuple[str, ...]:
-    return tuple(name.removeprefix("train.") for name in names)
 
 
 def _shown(metrics: dict[str, Any]) -> dict[str, float]:

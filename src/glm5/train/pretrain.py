@@ -32,8 +32,8 @@ from glm5.utils.errors import ConfigError
 from glm5.utils.files import exclusive, require_writable, write_json
 
 Say = Callable[[str], None]
-# What a resumed run may change: where things lie and what is shown, nothing that is computed.
-MAY_DIFFER = ("run", "corpus", "tokenizer", "held_out_rows", "dry_run")
+# What a resumed run may change, beside its stage's `loop.MAY_DIFFER`: where things lie, and how much is measured.
+ALSO_MAY_DIFFER = {"run", "corpus", "tokenizer", "held_out_rows", "dry_run"}
 
 
 @dataclass(frozen=True)
@@ -168,7 +168,7 @@ def train(config: PretrainConfig, data: Prepared, run: Path) -> Trainer:
     model = GLM5(config.model, seed=config.init_seed).to(config.device)
     loader = Loader(data.training, config.train.seed, config.model.vocab_size)
     trainer = Trainer(config.train, model, loader, run)
-    trainer.run(resolved=replace(config, dry_run=False), may_differ=MAY_DIFFER, title="pretrain")
+    trainer.run(resolved=replace(config, dry_run=False), may_differ=ALSO_MAY_DIFFER, title="pretrain")
     return trainer
 
 

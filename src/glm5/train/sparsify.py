@@ -22,18 +22,17 @@ from glm5.model.weights import load_model
 from glm5.text.tokenizer import load_tokenizer
 from glm5.train.config import LearningRate, TrainConfig
 from glm5.train.evaluate import held_out, indexer_recall
-from glm5.train.loop import Trainer
+from glm5.train.loop import MAY_DIFFER, Trainer
 from glm5.train.prepare import Prepared, TextConfig, prepare
 from glm5.train.rows import check_stage
-from glm5.utils.config_io import differences, to_dict
 from glm5.utils.devices import resolve_device
 from glm5.utils.errors import ConfigError
 from glm5.utils.files import exclusive, read_json, require_writable, sha256_file, write_json
+from glm5.utils.runlog import keep_config
 
 Say = Callable[[str], None]
-# What a resumed run may change: where things lie, how much is measured and shown, nothing that is computed.
-MAY_DIFFER = {"run", "corpus", "checkpoint", "held_out_rows", "recall_rows"}
-MAY_DIFFER |= {f"{stage}.{name}" for stage in ("warmup", "adapt") for name in ("log_every", "save_every", "keep")}
+# What a resumed run may change, beside its stages' `MAY_DIFFER`: where things lie, and how much is measured.
+ALSO_MAY_DIFFER = {"run", "corpus", "checkpoint", "held_out_rows", "recall_rows"}
 
 
 @dataclass(frozen=True)
@@ -100,7 +99,8 @@ def sparsify(config: SparsifyConfig, say: Say = print) -> Sparsified:
         model.config = model.config.replace(extra={**model.config.extra, "glm5_attention": "sparse"})
         tokenizer = load_tokenizer(config.checkpoint)
         begun = (run / "warmup" / "checkpoints").exists()
-        keep_config(config, run, begun=begun)
+        keep_config(run, config, begun=begun, may_differ=MAY_DIFFER | ALSO_MAY_DIFFER)
+        keep_weights(config.checkpoint, run / "weights.json", begun=begun)
         data = prepare(
             config,
             run / "data",
@@ -132,25 +132,17 @@ def _train(stage: TrainConfig, model: GLM5, data: Prepared, directory: Path, tit
     return trainer
 
 
-def keep_config(config: SparsifyConfig, run: Path, *, begun: bool) -> None:
-    """Write RUN/config.json, and beside it checksums of the weights that the run begins with.
+def keep_weights(checkpoint: str, path: Path, *, begun: bool) -> None:
+    """Write checksums of the weights that the run begins with.
 
     Raises:
-        ConfigError: the run has begun, with another configuration or other weights.
+        ConfigError: the run has begun, with other weights.
     """
-    now = to_dict(config)
-    sums = {path.name: sha256_file(path) for path in sorted(Path(config.checkpoint).glob("*.safetensors"))}
-    path, weights = run / "config.json", run / "weights.json"
-    if begun:
-        for name, (before, value) in differences(read_json(path), now).items():
-            if name not in MAY_DIFFER:
-                rule = f"this run began with {before!r}; resume with that, or choose another directory"
-                raise ConfigError(name, value, rule)
-        if read_json(weights) != sums:
-            rule = "its weights are not those that this run began with; choose another --run directory"
-            raise ConfigError("checkpoint", config.checkpoint, rule)
-    write_json(weights, sums)
-    write_json(path, now)
+    sums = {file.name: sha256_file(file) for file in sorted(Path(checkpoint).glob("*.safetensors"))}
+    if begun and read_json(path) != sums:
+        rule = "its weights are not those that this run began with; choose another --run directory"
+        raise ConfigError("checkpoint", checkpoint, rule)
+    write_json(path, sums)
 
 
 class Figures:

@@ -16,7 +16,7 @@ import os
 import platform
 import sys
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Mapping
 from contextlib import ExitStack
 from datetime import UTC, datetime
 from importlib import metadata
@@ -115,25 +115,6 @@ class RunLog:
             os.fsync(self._fd)
 
     # ------------------------------------------------------------------ the rest of the record
-    def save_config(self, config: Any, *, may_differ: Iterable[str] = ()) -> None:
-        """Write the resolved configuration (a dataclass) as config.json, atomically.
-
-        Args:
-            may_differ: dotted names of fields that a resumed run may change (how long, how often to save).
-
-        Raises:
-            ConfigError: config.json is there and another field differs; resuming would not continue the same run.
-        """
-        new = to_dict(config)
-        path = self.directory / CONFIG
-        if path.exists():
-            allowed = tuple(may_differ)
-            for name, (before, now) in differences(read_json(path), new).items():
-                if name not in allowed:
-                    rule = f"this run began with {before!r}; resume with that, or choose another directory"
-                    raise ConfigError(name, now, rule)
-        write_json(path, new)
-
     def save_environment(self, command: list[str] | None = None) -> None:
         """Add this start to environment.json.
 
@@ -168,6 +149,38 @@ class RunLog:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
+
+
+# --------------------------------------------------------------------------- the configuration
+def keep_config(directory: Path, config: Any, *, begun: bool, may_differ: Collection[str] = ()) -> None:
+    """Write the resolved configuration (a dataclass) as config.json, atomically.
+
+    Args:
+        begun: something depends on the configuration that is there already: only `may_differ` may change.
+        may_differ: as in `refuse_changes`.
+
+    Raises:
+        ConfigError: as `refuse_changes`. FileError: it is not there, or cannot be written.
+    """
+    now, path = to_dict(config), directory / CONFIG
+    if begun:
+        refuse_changes(read_json(path), now, may_differ)
+    write_json(path, now)
+
+
+def refuse_changes(before: Mapping[str, Any], now: Mapping[str, Any], may_differ: Collection[str] = ()) -> None:
+    """Refuse to go on with another configuration than a run began with; both are results of `to_dict`.
+
+    Args:
+        may_differ: names of fields, at whatever depth, that decide nothing that is computed.
+
+    Raises:
+        ConfigError: another field differs.
+    """
+    for name, (began, value) in differences(before, now).items():
+        if name.rpartition(".")[2] not in may_differ:
+            rule = f"this run began with {began!r}; resume with that, or choose another directory"
+            raise ConfigError(name, value, rule)
 
 
 # --------------------------------------------------------------------------- reading

@@ -20,10 +20,9 @@ from glm5.train.config import TrainConfig
 from glm5.train.loop import Trainer
 from glm5.train.reproduce.settings import Settings
 from glm5.train.schedule import BatchWarmup
-from glm5.utils.config_io import differences, to_dict
-from glm5.utils.errors import ConfigError
+from glm5.utils.config_io import to_dict
 from glm5.utils.files import file_errors, read_json, write_json
-from glm5.utils.runlog import read_metrics
+from glm5.utils.runlog import read_metrics, refuse_changes
 
 RESULT = "result.json"
 Measured = dict[str, Any]
@@ -183,9 +182,7 @@ class Lab:
         if not path.exists():
             return None
         record = read_json(path)
-        for name, (before, now) in differences(record["cell"], to_dict(cell)).items():
-            rule = f"{path.parent} was run with {before!r}; give that, or choose another directory with --run"
-            raise ConfigError(name, now, rule)
+        refuse_changes(record["cell"], to_dict(cell))
         return record["measured"]
 
     def _drop_weights(self, cell: Cell) -> None:
