@@ -79,18 +79,24 @@ def rope_interleaved(x: Tensor, rotation: Tensor) -> Tensor:
         x: [..., R]. rotation: of `rotations`, broadcastable to [..., R / 2] (for heads, unsqueeze their axis first);
             cos and sin are rounded to x's dtype first, as in the public implementation.
     """
-    pairs = x.unflatten(-1, (-1, 2))
     if x.dtype == torch.float32:  # one complex product: the same four products, in one pass
-        return torch.view_as_real(_as_complex(pairs) * rotation).flatten(-2)
-    even, odd = pairs.unbind(-1)
+        if not torch.is_grad_enabled():
+            return (_even(x).view(torch.complex64) * rotation).view(torch.float32)
+        return torch.view_as_real(torch.view_as_complex(_even(x).unflatten(-1, (-1, 2))) * rotation).flatten(-2)
+    even, odd = x.unflatten(-1, (-1, 2)).unbind(-1)
     cos, sin = rotation.real.to(x.dtype), rotation.imag.to(x.dtype)
     return torch.stack((even * cos - odd * sin, odd * cos + even * sin), dim=-1).flatten(-2)
 
 
-def _as_complex(pairs: Tensor) -> Tensor:
-    """View [..., 2] as complex, copying only where an odd stride or offset forbids the view."""
-    aligned = pairs.storage_offset() % 2 == 0 and all(stride % 2 == 0 for stride in pairs.stride()[:-1])
-    return torch.view_as_complex(pairs if aligned and pairs.stride(-1) == 1 else pairs.contiguous())
+def _even(x: Tensor) -> Tensor:
+    """The tensor itself if its pairs can be viewed as complex numbers, else a copy."""
+    *outer, last = x.stride()
+    if last == 1 and x.storage_offset() % 2 == 0:
+        for stride in outer:
+            if stride % 2:
+                return x.contiguous()
+        return x
+    return x.contiguous()
 
 
 def swiglu(gate: Tensor, up: Tensor) -> Tensor:
@@ -111,14 +117,14 @@ class Joined:
     """
 
     def __init__(self) -> None:
-        # Sources (held, so that their memory cannot come back as another's), their counters, and the matrix: replaced
-        # as one, since several threads may read.
-        self._kept: tuple[tuple[Tensor, ...], tuple[int, ...], Tensor] | None = None
+        # The joined matrix; its sources, held, so that their memory cannot come back as another's; their addresses
+        # and counters. Replaced as one, since several threads may read.
+        self._kept: tuple[Tensor, tuple[Tensor, ...], tuple[tuple[int, int], ...]] | None = None
 
     @staticmethod
     def pays(x_BTD: Tensor) -> bool:
         """Whether launches outweigh the products: few tokens, and no gradients to separate."""
-        return x_BTD[..., 0].numel() <= JOIN_UP_TO and not torch.is_grad_enabled()
+        return x_BTD.numel() <= JOIN_UP_TO * x_BTD.shape[-1] and not torch.is_grad_enabled()
 
     def forget(self) -> None:
         """Read the weights again at the next call."""
@@ -126,16 +132,17 @@ class Joined:
 
     def of(self, *weights: Tensor) -> Tensor:
         """The weights [out_i, in], stacked: [sum of out_i, in]."""
+        kept = self._kept
+        if kept is not None:
+            for w, (address, version) in zip(weights, kept[2], strict=True):
+                if w.data_ptr() != address or w._version != version:
+                    break
+            else:
+                return kept[0]
         if any(w.is_inference() for w in weights):  # made in inference mode, where nothing counts changes
             return torch.cat(weights)
-        kept, versions = self._kept, tuple(w._version for w in weights)
-        if (
-            kept is None
-            or kept[1] != versions
-            or any(w.data_ptr() != s.data_ptr() for w, s in zip(weights, kept[0], strict=True))
-        ):
-            with torch.inference_mode(False), torch.no_grad():
-                sources = tuple(w.detach() for w in weights)
-                kept = (sources, versions, torch.cat(sources))
-            self._kept = kept
-        return kept[2]
+        with torch.inference_mode(False), torch.no_grad():
+            sources = tuple(w.detach() for w in weights)
+            joined = torch.cat(sources)
+        self._kept = (joined, sources, tuple((w.data_ptr(), w._version) for w in weights))
+        return joined

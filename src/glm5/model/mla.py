@@ -75,9 +75,9 @@ class MLA(nn.Module):
             slot_BT: where new tokens go in the cache, when they don't follow `visible.offset` in every row.
         """
         q_latent, q, kv, index_k, index_q_w = self._project(x_BTD)
-        q_nope, q_rope = q.unflatten(-1, (self.heads, -1)).split((self.nope, self.rotary), dim=-1)
+        q_nope, q_rope = q.unflatten(-1, (self.heads, -1)).split_with_sizes((self.nope, self.rotary), -1)
         q_rope = rope_interleaved(q_rope, rope.unsqueeze(-2))
-        latent, k_rope = kv.split((self.latent, self.rotary), dim=-1)
+        latent, k_rope = kv.split_with_sizes((self.latent, self.rotary), -1)
         rows = torch.cat((self.kv_a_layernorm(latent), rope_interleaved(k_rope, rope)), dim=-1)
 
         indexed = sparse or cache is not None or trace is not None or (aux is not None and aux.indexer)
@@ -119,10 +119,10 @@ class MLA(nn.Module):
             return q_latent, self.q_b_proj(q_latent), self.kv_a_proj_with_mqa(x_BTD), None, None
         own, index = (self.q_a_proj, self.kv_a_proj_with_mqa), (self.indexer.wk, self.indexer.weights_proj)
         down = F.linear(x_BTD, self._down.of(*(p.weight for p in (*own, *index))))
-        q_a, kv, index_k, index_w = down.split([p.out_features for p in (*own, *index)], dim=-1)
+        q_a, kv, index_k, index_w = down.split_with_sizes([p.out_features for p in (*own, *index)], -1)
         q_latent = self.q_a_layernorm(q_a)
         up = F.linear(q_latent, self._up.of(self.q_b_proj.weight, self.indexer.wq_b.weight))
-        q, index_q = up.split((self.q_b_proj.out_features, self.indexer.wq_b.out_features), dim=-1)
+        q, index_q = up.split_with_sizes((self.q_b_proj.out_features, self.indexer.wq_b.out_features), -1)
         return q_latent, q, kv, index_k, (index_q, index_w)
 
     def _select(
