@@ -5,8 +5,9 @@ this module adds is the tokenizer, the errors, and GLM-5's native form of a tool
 
     <tool_call>name<arg_key>k</arg_key><arg_value>v</arg_value>...</tool_call>
 
-whose markers are special tokens, so that no text can imitate them. Special tokens are never text. Source: the chat
-template that is published with GLM-5. Read next: `sampler`.
+whose markers are special tokens, so that no text can imitate them. Special tokens are never text. Regexes have the
+syntax of Rust's regex crate and match the whole answer; their digits are ASCII's. Source: the chat template that is
+published with GLM-5. Read next: `sampler`.
 """
 
 from __future__ import annotations
@@ -32,6 +33,7 @@ FIELDS = {
     "ebnf": "ebnf",
     "tools": "tools",
 }
+LONGEST = 500_000  # characters of a constraint: the largest take a second to compile
 MOST_PARAMETERS = 64  # the parser marks which were given in a word of 64 bits
 
 
@@ -55,6 +57,8 @@ class GrammarCompiler:
     def _compile(self, constraint: Constraint) -> Grammar:
         """Raises: UserError: the constraint cannot be read, or is too large. It names the field."""
         what = FIELDS[constraint.kind]
+        if len(constraint.text) > LONGEST:
+            raise UserError(f"{what}: {len(constraint.text)} characters", f"give at most {LONGEST}")
         try:
             source = self._source(constraint)
         except (ValueError, RecursionError) as error:
@@ -75,7 +79,7 @@ class GrammarCompiler:
                     raise ValueError(f"{constraint.text[:80]!r} is not an object")
                 return make.grammar_from_json_schema(schema, overrides={"whitespace_pattern": BLANK})
             case "regex":
-                return make.grammar_from_regex(constraint.text)
+                return make.grammar_from_lark(f"start: /{self._library.regex_to_lark(constraint.text, 'd')}/")
             case "ebnf":
                 return self._library.grammar_from("ebnf", constraint.text)
             case "tools":
@@ -87,31 +91,34 @@ class Grammar:
 
     def __init__(self, prototype: Any, tokenizer: Tokenizer) -> None:
         self._prototype = prototype
-        self._ends = np.array([tokenizer.end_of_text_id])
+        self._end = tokenizer.end_of_text_id
 
     def matcher(self) -> Matcher:
-        return Matcher(self._prototype.deep_copy(), self._ends)
+        return Matcher(self._prototype.deep_copy(), self._end)
 
 
 class Matcher:
     """Where one answer stands in its grammar."""
 
-    def __init__(self, inner: Any, ends: np.ndarray) -> None:
-        self._inner, self._ends = inner, ends
+    def __init__(self, inner: Any, end: int) -> None:
+        self._inner, self._end = (
+            inner,
+            end,
+        )  # the parser takes this id for the end; here ends are the sampler's business
 
     def allowed(self) -> np.ndarray:
-        """Which ids may follow as text or markers, bool [tokenizer's vocabulary]. Stop ids are the sampler's business.
+        """Which ids may follow as text or markers, bool [tokenizer's vocabulary].
 
         All False where nothing may follow, or the parser gave up (see `error`).
         """
         words = np.frombuffer(self._inner.compute_bitmask(), dtype=np.uint8)
         allowed = np.unpackbits(words, bitorder="little").astype(bool)
-        allowed[self._ends] = False
+        allowed[self._end] = False
         return allowed if not self._inner.is_error() else np.zeros_like(allowed)
 
     def advance(self, id: int) -> bool:
         """Take one id. False, and nothing has changed, where the grammar does not allow it."""
-        return self._inner.validate_tokens([id]) == 1 and self._inner.consume_token(id)
+        return id != self._end and self._inner.validate_tokens([id]) == 1 and self._inner.consume_token(id)
 
     def rollback(self, n: int) -> None:
         """Forget the last n ids."""
