@@ -15,6 +15,8 @@ import pytest
 from glm5.serve.grammar import Grammar, GrammarCompiler, tool_grammar
 from glm5.serve.request import Constraint
 from glm5.text import Tokenizer
+from glm5.text.messages import tools_from_openai
+from glm5.text.parser import parse
 from glm5.utils.errors import UserError
 
 TEXTS = ['{"key": [1, 2.5, true], "na me": null} <b>get_weather</b> é 日本語 0123456789 abc\n   fin'] * 3
@@ -202,9 +204,14 @@ def check_call(name: str, pairs: list[tuple[str, str]]) -> None:
 
 def test_calls_have_the_native_form(compiler: GrammarCompiler, tokenizer: Tokenizer) -> None:
     grammar, orders, names = compiler.compile(tools()), set(), set()
+    known = tools_from_openai(json.loads(tools().text))
     for seed in range(60):
-        found = calls_of(tokenizer, walk(grammar, seed, markers_first(tokenizer)))
+        ids = walk(grammar, seed, markers_first(tokenizer))
+        found = calls_of(tokenizer, ids)
         assert found
+        parsed = parse(tokenizer, ids, known)
+        assert [(call.name, call.complete, call.fault) for call in parsed.calls] == [(n, True, "") for n, _ in found]
+        assert [set(json.loads(call.arguments)) for call in parsed.calls] == [set(dict(p)) for _, p in found]
         for name, pairs in found:
             check_call(name, pairs)
             names.add(name)

@@ -18,7 +18,7 @@ Read next: `race`, `grammar`, `stops`.
 from __future__ import annotations
 
 import secrets
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import islice
 
@@ -34,6 +34,7 @@ from glm5.text.tokenizer import Tokenizer
 from glm5.utils.errors import UserError
 
 ROWS_AT_ONCE = 128  # bounds the memory of a step; rows do not see each other
+ROLES = frozenset({"<|system|>", "<|user|>", "<|assistant|>", "<|observation|>", "<|endoftext|>"})
 NOT_FINITE = "the logits have a NaN or no finite value"
 NOTHING_LEFT = "no id may follow"
 
@@ -55,6 +56,20 @@ class Chosen:
     trim: int = 0
 
 
+class _Marks:
+    """Ids of the special tokens that matter here; None where the tokenizer lacks one."""
+
+    def __init__(self, special: Mapping[str, int]) -> None:
+        self.think, self.end_think = special.get("<think>"), special.get("</think>")
+        self.tool_call = special.get("<tool_call>")
+        self.roles = {id for token, id in special.items() if token in ROLES}
+
+    def open_thinking(self, ids: Sequence[int]) -> bool:
+        """Whether a prompt leaves a thinking block open: its last mark is `<think>`."""
+        marks = self.roles | {self.think, self.end_think}
+        return self.think is not None and next((id for id in reversed(ids) if id in marks), None) == self.think
+
+
 @dataclass(frozen=True)
 class _Phase:
     """Where an answer is between its marks. `waiting`: its constraint begins after this thinking block."""
@@ -63,10 +78,14 @@ class _Phase:
     waiting: bool = False
     spent: int = 0
 
-    def after(self, id: int, think: int | None, end_think: int | None) -> _Phase:
+    def after(self, id: int, marks: _Marks) -> _Phase:
         if self.thinking:
-            return _Phase(False) if id == end_think else replace(self, spent=self.spent + 1)
-        return replace(self, thinking=True, spent=0) if id == think else self
+            closes = id in (
+                marks.end_think,
+                marks.tool_call,
+            )  # a call ends the thinking, as the parser of answers has it
+            return _Phase(False) if closes else replace(self, spent=self.spent + 1)
+        return replace(self, thinking=True, spent=0) if id == marks.think else self
 
 
 @dataclass(eq=False)
@@ -149,8 +168,7 @@ class Sampler:
 
     def __init__(self, vocab_size: int, eos_ids: Sequence[int], tokenizer: Tokenizer | None = None) -> None:
         self.vocab_size, self.eos_ids, self.tokenizer = vocab_size, tuple(eos_ids), tokenizer
-        special = tokenizer.special if tokenizer is not None else {}
-        self._think, self._end_think = special.get("<think>"), special.get("</think>")
+        self._marks = _Marks(tokenizer.special if tokenizer is not None else {})
         self._compiler: GrammarCompiler | None = None
 
     # ------------------------------------------------------------------------------------------ before the first id
@@ -163,7 +181,7 @@ class Sampler:
         """
         if self.tokenizer is None and (params.stop or params.constraint or params.thinking_budget is not None):
             raise UserError("stop, constraint and thinking_budget need text", "start the engine with a tokenizer")
-        if params.thinking_budget is not None and self._end_think is None:
+        if params.thinking_budget is not None and self._marks.end_think is None:
             raise UserError("thinking_budget: the tokenizer has no </think>", "use a GLM tokenizer")
         if params.constraint is not None:
             self._grammar(params.constraint)
@@ -176,7 +194,7 @@ class Sampler:
         """
         p = request.params
         self.check(p)
-        thinking = self._opens_thinking(request.input_ids)
+        thinking = self._marks.open_thinking(request.input_ids)
         waiting = p.constraint is not None and p.constraint.after_thinking and thinking
         return SamplerState(
             request,
@@ -194,11 +212,6 @@ class Sampler:
         if self._compiler is None:
             self._compiler = GrammarCompiler(self.tokenizer)
         return self._compiler.compile(constraint)
-
-    def _opens_thinking(self, ids: Sequence[int]) -> bool:
-        """Whether the last mark of a prompt is `<think>`."""
-        marks = {self._think, self._end_think}
-        return self._think is not None and next((id for id in reversed(ids) if id in marks), None) == self._think
 
     # ------------------------------------------------------------------------------------------ a step
     def choose(
@@ -321,7 +334,7 @@ class Sampler:
                 if not state.matcher.advance(ahead[j]):
                     break
                 taken += 1
-            phase = phase.after(ahead[j], self._think, self._end_think)
+            phase = phase.after(ahead[j], self._marks)
         if state.matcher is not None:
             state.matcher.rollback(taken)
 
@@ -346,7 +359,7 @@ class Sampler:
         early = position < p.min_new_tokens
         if phase.thinking and p.thinking_budget is not None and phase.spent >= p.thinking_budget:
             x_V.fill_(-torch.inf)
-            x_V[self._end_think] = 0.0
+            x_V[self._marks.end_think] = 0.0
         elif state.matcher is not None and not phase.waiting:
             may_V = np.zeros(len(x_V), dtype=bool)
             allowed = state.matcher.allowed()
@@ -355,8 +368,11 @@ class Sampler:
             if state.matcher.complete and not (early and may_V.any()):
                 may_V[stops] = True
             x_V.masked_fill_(~torch.from_numpy(may_V).to(x_V.device), -torch.inf)
-        elif stops and (early or phase.waiting):  # an answer that owes a form cannot end before it
-            x_V[stops] = -torch.inf
+        else:
+            if phase.waiting and self._marks.tool_call is not None:
+                stops.append(self._marks.tool_call)  # it would end the thinking, without the form
+            if stops and (early or phase.waiting):  # an answer that owes a form cannot end before it
+                x_V[stops] = -torch.inf
 
     # ------------------------------------------------------------------------------------------ accepting
     def _accept(self, state: SamplerState, ahead: tuple[int, ...], rows: Iterator[_Row]) -> Chosen:
@@ -394,7 +410,7 @@ class Sampler:
         if id in state.stop_ids:  # a constraint has let it through only where the form was complete
             state.finish = Finish("stop", id)
             return 0
-        state.phase = state.phase.after(id, self._think, self._end_think)
+        state.phase = state.phase.after(id, self._marks)
         if constrained and state.matcher is not None:
             if not state.matcher.advance(id):
                 state.finish = Finish("error", message=f"constraint: {state.matcher.error}")
