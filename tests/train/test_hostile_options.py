@@ -25,6 +25,9 @@ def test_a_learning_rate_is_finite_and_not_negative(name: str, value: float) -> 
         (dict(mtp_weight=float("inf")), "mtp_weight=inf"),
         (dict(momentum=1.0), "momentum=1.0: must lie in"),
         (dict(momentum=float("nan")), "momentum=nan"),
+        (dict(late_tokens=-1), "late_tokens=-1: must be at least 0"),
+        (dict(late_tokens=5, late_bias_rate=float("nan")), "late_bias_rate=nan: must be a finite number"),
+        (dict(late_mtp_weight=0.1), "late_mtp_weight=0.1: needs late_tokens"),
     ],
 )
 def test_weights_and_momentum_are_finite(changes: dict[str, Any], message: str) -> None:

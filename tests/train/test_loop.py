@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import re
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -284,6 +285,28 @@ def test_the_router_bias_moves_by_the_rate_towards_balance(tmp_path: Path) -> No
         direction = torch.sign(load.double().mean() - load.double()).float()
         assert torch.equal(after[name], before[name] + 1e-3 * direction)
         assert direction.abs().sum() > 0
+
+
+def test_late_values_hold_from_their_token_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """From the very step that begins with that many tokens seen, as if they had been the values from there on."""
+    data = dataset(tmp_path)
+    name = "model.layers.1.mlp.gate.e_score_correction_bias"
+    early = trainer(tmp_path, data)
+    early.step()
+    late = trainer(tmp_path, data, late_tokens=early.tokens, late_mtp_weight=0.05, late_bias_rate=0.0)
+    assert late.config.mtp_weight_at(early.tokens - 1) == 0.3
+    late.step()
+    after_one = tensors(late)
+    assert len(same(after_one, tensors(early))) == len(after_one)
+    assert after_one[name].any()
+    early.config = replace(early.config, mtp_weight=0.05)
+    unlike = trainer(tmp_path, data)
+    unlike.step()
+    found = [gradients(of, monkeypatch) for of in (early, late, unlike)]
+    assert len(same(*found[:2])) == len(found[0])
+    assert "model.layers.2.eh_proj.weight" not in same(found[0], found[2])
+    assert torch.equal(tensors(late)[name], after_one[name])
+    assert not torch.equal(tensors(early)[name], after_one[name])
 
 
 def test_bias_and_master_weights_stay_fp32_in_bf16(tmp_path: Path) -> None:

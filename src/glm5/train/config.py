@@ -71,13 +71,19 @@ class TrainConfig:
     mtp_depths: int = 3
     """Depths at which the shared MTP block trains; 0 trains none."""
     mtp_weight: float = 0.3
-    """Weight of the MTP losses together (GLM-4.5: 0.3, then 0.1)."""
+    """Weight of the MTP losses together."""
     mtp_share: float = 1.0
     """Share of a step's rows (its first ones) on which MTP trains: 1 as in the report, less to save time on a CPU."""
     balance_weight: float = 1e-4
     """Weight of the sequence-wise balance loss."""
     bias_rate: float = 1e-3
     """Step of the router's selection bias; 0 freezes it."""
+    late_tokens: int | None = None
+    """Tokens of training from which on the two late values hold (GLM-4.5: 15T; not restated for GLM-5)."""
+    late_mtp_weight: float | None = None
+    """`mtp_weight` from there on (GLM-4.5: 0.1)."""
+    late_bias_rate: float | None = None
+    """`bias_rate` from there on (GLM-4.5: 0)."""
     indexer_weight: float = 1.0
     """Weight of the indexers' KL, which reaches nothing else."""
     precision: Literal["auto", "fp32", "bf16"] = "auto"
@@ -101,11 +107,28 @@ class TrainConfig:
             raise ConfigError("mtp_depths", self.mtp_depths, "must be at least 0")
         if not 0 < self.mtp_share <= 1:
             raise ConfigError("mtp_share", self.mtp_share, "must lie in (0, 1]")
-        for name in ("mtp_weight", "balance_weight", "bias_rate", "indexer_weight", "weight_decay", "clip"):
-            if not 0 <= getattr(self, name) < float("inf"):
+        late = ("late_mtp_weight", "late_bias_rate")
+        for name in ("mtp_weight", "balance_weight", "bias_rate", "indexer_weight", "weight_decay", "clip", *late):
+            if not 0 <= (getattr(self, name) or 0) < float("inf"):
                 raise ConfigError(name, getattr(self, name), "must be a finite number of at least 0")
         if not 0 <= self.momentum < 1:
             raise ConfigError("momentum", self.momentum, "must lie in [0, 1)")
+        if self.late_tokens is not None and self.late_tokens < 0:
+            raise ConfigError("late_tokens", self.late_tokens, "must be at least 0")
+        for name in late:
+            if getattr(self, name) is not None and self.late_tokens is None:
+                raise ConfigError(name, getattr(self, name), "needs late_tokens, from which on it holds")
+
+    def mtp_weight_at(self, tokens: int) -> float:
+        """`mtp_weight` of the step that begins after so many tokens."""
+        return self._at(tokens, self.mtp_weight, self.late_mtp_weight)
+
+    def bias_rate_at(self, tokens: int) -> float:
+        """`bias_rate` of the step that begins after so many tokens."""
+        return self._at(tokens, self.bias_rate, self.late_bias_rate)
+
+    def _at(self, tokens: int, value: float, late: float | None) -> float:
+        return value if late is None or self.late_tokens is None or tokens < self.late_tokens else late
 
     @property
     def sparse(self) -> bool:

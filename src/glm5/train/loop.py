@@ -121,8 +121,8 @@ class Trainer:
         measure = self.finished_steps % config.measure_every == 0
         self.optimizer.set_lr(lr)
         self.optimizer.step(measure=measure)
-        if config.trains_model and config.bias_rate:
-            self._balance(totals.loads)
+        if config.trains_model and (rate := config.bias_rate_at(self.tokens)):
+            self._balance(totals.loads, rate)
         seconds = time.perf_counter() - began
         self.finished_steps += 1
         self.samples += count
@@ -170,7 +170,8 @@ class Trainer:
         per_depth = scale / config.mtp_depths if kept else 0.0
         loss = hidden[0].new_zeros((), dtype=torch.float32)
         if config.trains_model:
-            lm = language_model_loss(hidden, model.lm_head.weight, targets, mtp_weight=config.mtp_weight * scale)
+            mtp_weight = config.mtp_weight_at(self.tokens) * scale
+            lm = language_model_loss(hidden, model.lm_head.weight, targets, mtp_weight=mtp_weight)
             loss = loss + lm.loss_sum / counts.tokens
             totals.add_lm(lm.ce_sums, lm.tokens)
             if aux.balance_losses:
@@ -184,12 +185,10 @@ class Trainer:
         totals.add_loads(aux.loads)
         return loss
 
-    def _balance(self, loads: list[Tensor]) -> None:
+    def _balance(self, loads: list[Tensor], rate: float) -> None:
         # Without loads no router ran: a dense trunk whose MTP block does not train.
         for (_, router), load in zip(self.routers if loads else [], loads, strict=True):
-            router.e_score_correction_bias.copy_(
-                router_bias_update(router.e_score_correction_bias, load, self.config.bias_rate)
-            )
+            router.e_score_correction_bias.copy_(router_bias_update(router.e_score_correction_bias, load, rate))
 
     def _trainable(self) -> list[tuple[str, nn.Parameter]]:
         return [(n, p) for n, p in self.model.named_parameters() if p.requires_grad]

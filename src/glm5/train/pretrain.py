@@ -95,9 +95,15 @@ def mini_training() -> TrainConfig:
 
 
 def glm5_training() -> TrainConfig:
-    """The report's learning rate; its tokens and batch are a matter of the cluster."""
+    """The report's learning rate, and the late values of GLM-4.5; tokens and batch are a matter of the cluster."""
     return TrainConfig(
-        steps=100_000, batch=BatchWarmup(1024, 1024, 0), micro_batch=1, lr=LearningRate(warmup_steps=2000)
+        steps=100_000,
+        batch=BatchWarmup(1024, 1024, 0),
+        micro_batch=1,
+        lr=LearningRate(warmup_steps=2000),
+        late_tokens=15_000_000_000_000,
+        late_mtp_weight=0.1,
+        late_bias_rate=0.0,
     )
 
 

@@ -1,9 +1,8 @@
-"""Schedules: learning rate, batch size, MTP weight and router-bias rate as pure functions of progress.
+"""Schedules: learning rate by step and batch size by samples, as pure functions of progress.
 
-Nothing here keeps state, so a resumed run asks with the step (or the samples seen) and gets the same value.
-Sources: GLM-5's report (DSA in section 2.1.1, mid-training in 2.3) and GLM-4.5's, whose remaining hyper-parameters
-GLM-5 keeps. What they leave open (length of the warm-up, shape of the ramps) is an argument or is marked as our
-choice. Needs no torch. Read next: `optim`, then `losses`.
+Nothing here keeps state, so a resumed run asks with the step (or the samples seen) and gets the same value. The
+report's own values stand in `config`, their source; what it leaves open (length of the warm-up, shape of the ramps)
+is an argument or is marked as our choice. Needs no torch. Read next: `config`.
 """
 
 from __future__ import annotations
@@ -36,7 +35,7 @@ class Constant:
 
 @dataclass(frozen=True)
 class WarmupCosine:
-    """Linear from `start` to `peak` over `warmup_steps`, then half a cosine to `final`, reached at `total_steps`.
+    """Linear from 0 to `peak` over `warmup_steps`, then half a cosine to `final`, reached at `total_steps`.
 
     The first update already moves: step s of the warm-up has (s + 1) / warmup_steps of the way behind it. After
     `total_steps` the value stays `final`.
@@ -46,7 +45,6 @@ class WarmupCosine:
     final: float
     total_steps: int
     warmup_steps: int = 0
-    start: float = 0.0
 
     def __post_init__(self) -> None:
         _check_positive("total_steps", self.total_steps)
@@ -57,7 +55,7 @@ class WarmupCosine:
         """The value at `step`."""
         _check_progress("step", step)
         if step < self.warmup_steps:
-            return self.start + (self.peak - self.start) * (step + 1) / self.warmup_steps
+            return self.peak * (step + 1) / self.warmup_steps
         if step >= self.total_steps:
             return self.final
         progress = (step - self.warmup_steps) / (self.total_steps - self.warmup_steps)
@@ -84,29 +82,12 @@ class LinearDecay:
 
 
 @dataclass(frozen=True)
-class Switch:
-    """One value before a point of progress and another from it on. The unit (steps, tokens) is the caller's."""
-
-    before: float
-    after: float
-    at_progress: int
-
-    def __post_init__(self) -> None:
-        _check_progress("at_progress", self.at_progress)
-
-    def at(self, step: int) -> float:
-        """The value at this much progress, in the unit of `at_progress`."""
-        _check_progress("progress", step)
-        return self.before if step < self.at_progress else self.after
-
-
-@dataclass(frozen=True)
 class BatchWarmup:
     """Samples in a step, growing with the samples seen: integers only, so that a resumed run is exact.
 
     The batch grows linearly in the samples seen, from `initial` to `final` at `ramp` (the shape is our choice; GLM-4.5
     gives the ends and the length), rounded down to `multiple`, which is what the layout can split (devices times
-    micro-batch). Counting samples or tokens is the caller's choice: use one unit throughout.
+    micro-batch).
     """
 
     initial: int
@@ -140,51 +121,6 @@ class BatchWarmup:
             total += self.batch(total)
             step -= 1
         return total + step * self.final
-
-    def steps(self, samples: int) -> int:
-        """Steps until at least `samples` are seen: the `total_steps` of a learning-rate schedule."""
-        _check_progress("samples", samples)
-        total = count = 0
-        while total < samples and total < self.ramp:
-            total += self.batch(total)
-            count += 1
-        return count + max(0, -((total - samples) // self.final))
-
-
-# --------------------------------------------------------------------------- the report's stages
-def pretraining_lr(total_steps: int, warmup_steps: int) -> WarmupCosine:
-    """0 to 2e-4, cosine to 4e-5 (report). The length of the warm-up is not given there."""
-    return WarmupCosine(peak=2e-4, final=4e-5, total_steps=total_steps, warmup_steps=warmup_steps)
-
-
-def mid_training_lr(total_steps: int) -> LinearDecay:
-    """4e-5 to 1e-5 in a line (report, section 2.3)."""
-    return LinearDecay(4e-5, 1e-5, total_steps)
-
-
-def indexer_warmup_lr(total_steps: int = 1000) -> LinearDecay:
-    """5e-3 to 2e-4 over DSA's dense warm-up (report, section 2.1.1). The straight line is our choice."""
-    return LinearDecay(5e-3, 2e-4, total_steps)
-
-
-def sparse_adaptation_lr() -> Constant:
-    """1e-5 throughout DSA's sparse adaptation (report, section 2.1.1)."""
-    return Constant(1e-5)
-
-
-def pretraining_batch(multiple: int = 1) -> BatchWarmup:
-    """GLM-4.5's batch in tokens: 16M to 64M over the first 500B."""
-    return BatchWarmup(initial=16_000_000, final=64_000_000, ramp=500_000_000_000, multiple=multiple)
-
-
-def mtp_weight(switch_tokens: int = 15_000_000_000_000) -> Switch:
-    """MTP's lambda by tokens seen: 0.3, then 0.1 (GLM-4.5, switch after 15T; GLM-5 does not restate the point)."""
-    return Switch(0.3, 0.1, switch_tokens)
-
-
-def router_bias_rate(switch_tokens: int = 15_000_000_000_000) -> Switch:
-    """Step of the router's bias by tokens seen: 0.001, then 0 (GLM-4.5, switch after 15T)."""
-    return Switch(0.001, 0.0, switch_tokens)
 
 
 def _check_positive(name: str, value: int) -> None:
