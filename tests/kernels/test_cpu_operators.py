@@ -15,6 +15,7 @@ from glm5.kernels.attention import sparse_attention
 from glm5.kernels.cpu import build
 from glm5.kernels.indexer import index_select
 from glm5.kernels.moe import grouped_swiglu, route
+from glm5.kernels.pages import Pages
 from glm5.kernels.visibility import Visibility
 
 needs_compiler = pytest.mark.skipif(not build.available()[0], reason=f"C++ kernels untested: {build.available()[1]}")
@@ -56,7 +57,7 @@ def test_selects_as_the_rule_says(heads: int, width: int, k: int, specification:
     keys = torch.randint(-2, 3, (2, 350, width), generator=generator).float()[:, :300]
     w = torch.randint(-1, 3, (2, 3, heads), generator=generator).float()
     for visible in (ragged(2, 3, 300), Visibility.causal(2, 3, 297)):
-        found = cpu.index_select(q, w, keys, visible.first_BT, visible.last_BT, min(k, visible.slots))
+        found = cpu.index_select(q, w, keys, visible, k)
         assert torch.equal(found, index_select(q, w, keys, visible, k))
 
 
@@ -69,11 +70,17 @@ def test_selects_by_scores_of_any_size(specification: None) -> None:
         for sign in (1.0, -1.0):
             visible = Visibility.causal(1, 1, 8)
             w = torch.full((1, 1, 1), sign)
-            found = cpu.index_select(q, w, keys, visible.first_BT, visible.last_BT, k)
+            found = cpu.index_select(q, w, keys, visible, k)
             assert torch.equal(found, index_select(q, w, keys, visible, k))
 
 
 # --------------------------------------------------------------------------- attention
+def attend_absorbed(q: Tensor, rows: Tensor, selected: Tensor, value: int, scale: float) -> Tensor:
+    keys = rows.unsqueeze(2)
+    visible = Visibility.causal(*selected.shape[:2], rows.shape[1] - selected.shape[1])
+    return cpu.sparse_attention(q, keys, keys[..., :value], selected, visible, scale)
+
+
 @needs_compiler
 @pytest.mark.parametrize(("heads", "width", "value"), [(4, 80, 64), (64, 576, 512), (3, 10, 7)])
 def test_attends_to_the_selected_rows(heads: int, width: int, value: int) -> None:
@@ -83,7 +90,7 @@ def test_attends_to_the_selected_rows(heads: int, width: int, value: int) -> Non
     for i, n in enumerate((20, 1, 0, 7, 20, 13)):
         chosen = torch.randperm(60, generator=torch.Generator().manual_seed(i))[:n].sort().values
         selected.view(6, 20)[i, :n] = chosen.int()
-    found = cpu.sparse_attention(q, rows, selected, value, 0.2)
+    found = attend_absorbed(q, rows, selected, value, 0.2)
     for b in range(2):
         for t in range(3):
             chosen = selected[b, t][selected[b, t] >= 0].long()
@@ -99,10 +106,34 @@ def test_extreme_logits() -> None:
     rows = torch.eye(4)[None].repeat(1, 1, 1)
     selected = torch.arange(4, dtype=torch.int32).expand(1, 3, 4)
     q = torch.tensor([[[[300.0, 0, 0, -300.0]], [[0.0, 0, 0, 0]], [[torch.nan, 0, 0, 0]]]])
-    found = cpu.sparse_attention(q, rows, selected, 4, 1.0)
+    found = attend_absorbed(q, rows, selected, 4, 1.0)
     torch.testing.assert_close(found[0, 0, 0], torch.tensor([1.0, 0, 0, 0]))
     torch.testing.assert_close(found[0, 1, 0], torch.full((4,), 0.25))
     assert bool(found[0, 2].isnan().all())
+
+
+@pytest.mark.parametrize("version", ["torch", "cpu"])
+def test_pages_read_as_rows_do(version: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Both operators give the same bits from shuffled pages of a pool as from contiguous rows."""
+    if version == "torch":
+        monkeypatch.setenv("GLM5_KERNELS", "torch")
+    elif not build.available()[0]:
+        pytest.skip(build.available()[1])
+    batch, queries, size, slots = 5, 3, 8, 44
+    table = torch.randperm(40, generator=torch.Generator().manual_seed(0))[: batch * 6].view(batch, 6)
+    pages = Pages(table, size)
+    keys, rows = normal(1, 40 * size, 16), normal(1, 40 * size, 12, seed=1)
+    own_keys, own_rows = pages.gather(keys, slots), pages.gather(rows, slots)
+    for b in range(batch):
+        for s in (0, 7, 8, 43):
+            assert torch.equal(own_keys[b, s], keys[0, table[b, s // size] * size + s % size])
+    visible = ragged(batch, queries, slots)
+    index = (normal(batch, queries, 4, 16, seed=2), normal(batch, queries, 4, seed=3).abs())
+    selected = index_select(*index, keys, visible, 9, pages)
+    assert torch.equal(selected, index_select(*index, own_keys, visible, 9))
+    q, pool, own = normal(batch, queries, 2, 12, seed=4), rows.unsqueeze(2), own_rows.unsqueeze(2)
+    found = sparse_attention(q, pool, pool[..., :10], selected, visible, 0.3, pages)
+    torch.testing.assert_close(found, sparse_attention(q, own, own[..., :10], selected, visible, 0.3))
 
 
 # --------------------------------------------------------------------------- mixture of experts

@@ -17,6 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from glm5.kernels.dispatch import pick
+from glm5.kernels.pages import Pages
 from glm5.kernels.tiling import tile_of
 from glm5.kernels.topk import positions_to_mask
 from glm5.kernels.visibility import Visibility
@@ -38,16 +39,28 @@ def dense_attention(q_BTHX: Tensor, k_BSGX: Tensor, v_BSGV: Tensor, visible: Vis
 
 
 def sparse_attention(
-    q_BTHX: Tensor, k_BSGX: Tensor, v_BSGV: Tensor, selected_BTK: Tensor, visible: Visibility, scale: float
+    q_BTHX: Tensor,
+    k_BSGX: Tensor,
+    v_BSGV: Tensor,
+    selected_BTK: Tensor,
+    visible: Visibility,
+    scale: float,
+    pages: Pages | None = None,
 ) -> Tensor:
     """softmax over the selected positions only (int32, -1 = none), which must lie in each query's interval.
 
-    The absorbed form (G = 1) gathers rows; the expanded form masks. Shapes as in `dense_attention`.
+    The absorbed form (G = 1) gathers rows; the expanded form masks. Shapes as in `dense_attention`; with `pages`, in
+    the absorbed form only, keys and values are those of a pool, [1, rows, 1, width].
     """
     fast = pick("sparse_attention", q_BTHX, k_BSGX, v_BSGV)
     if fast is not None:
-        out: Tensor = fast(q_BTHX, k_BSGX[:, :, 0], selected_BTK, value_dim=v_BSGV.shape[-1], scale=scale)
+        out: Tensor = fast(q_BTHX, k_BSGX, v_BSGV, selected_BTK, visible, scale, pages)
         return out
+    if pages is not None:  # every query reads its own rows, so that sequences need not be told apart
+        selected_BTK = pages.rows(selected_BTK).flatten(0, 1)[None]
+        rows = Visibility(*(selected_BTK[..., 0],) * 2, k_BSGX.shape[1])
+        flat = q_BTHX.flatten(0, 1)[None]
+        return _gathered(flat, k_BSGX[:, :, 0], v_BSGV[:, :, 0], selected_BTK, rows, scale).view(*q_BTHX.shape[:3], -1)
     if k_BSGX.shape[2] == 1 and not (torch.is_grad_enabled() and (q_BTHX.requires_grad or k_BSGX.requires_grad)):
         return _gathered(q_BTHX, k_BSGX[:, :, 0], v_BSGV[:, :, 0], selected_BTK, visible, scale)
     return _Attention.apply(q_BTHX, k_BSGX, v_BSGV, visible, selected_BTK, scale)

@@ -20,6 +20,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from glm5.kernels.pages import Pages
+from glm5.kernels.visibility import Visibility
+
 log = logging.getLogger(__name__)
 
 
@@ -31,7 +34,7 @@ class Fast:
         name: as `glm5 doctor` shows it; its first word is the room. `cpu` is for CPU tensors, the others for CUDA.
         available: whether it can run on this machine, and why (not).
         refuses: given the operator's leading tensors, why it cannot take them; None if it can.
-        load: imports it and returns the callable.
+        load: imports it and returns the callable, whose signature is the specification's.
     """
 
     name: str
@@ -134,8 +137,11 @@ def _index_select(q_BTJI: Tensor, w_BTJ: Tensor, k_BSI: Tensor) -> str | None:
 def _load_sparse_mla() -> Callable[..., Any]:
     from glm5.kernels.cuda import sparse_mla
 
-    def attend(q: Tensor, rows: Tensor, selected: Tensor, *, value_dim: int, scale: float) -> Tensor:
-        return sparse_mla(q, rows, selected, value_dim=value_dim, scale=scale)[0]  # without the log-sum-exp
+    def attend(
+        q: Tensor, k: Tensor, v: Tensor, selected: Tensor, visible: Visibility, scale: float, pages: Pages | None
+    ) -> Tensor:
+        rows = k[:, :, 0] if pages is None else pages.gather(k[:, :, 0], visible.slots)
+        return sparse_mla(q, rows, selected, value_dim=v.shape[-1], scale=scale)[0]  # without the log-sum-exp
 
     return attend
 
@@ -143,8 +149,9 @@ def _load_sparse_mla() -> Callable[..., Any]:
 def _load_index_select() -> Callable[..., Any]:
     from glm5.kernels.cuda import index_select
 
-    def select(q: Tensor, w: Tensor, keys: Tensor, first: Tensor, last: Tensor, k: int) -> Tensor:
-        first, last = first.to(torch.int32).contiguous(), last.to(torch.int32).contiguous()
+    def select(q: Tensor, w: Tensor, keys: Tensor, visible: Visibility, k: int, pages: Pages | None) -> Tensor:
+        keys = keys[:, : visible.slots] if pages is None else pages.gather(keys, visible.slots)
+        first, last = (x.to(torch.int32).contiguous() for x in (visible.first_BT, visible.last_BT))
         return index_select(q, w, keys, first, last, k)
 
     return select

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from glm5.kernels.dispatch import pick
+from glm5.kernels.pages import Pages
 from glm5.kernels.tiling import tile_of
 from glm5.kernels.topk import stable_topk
 from glm5.kernels.visibility import Visibility
@@ -32,17 +33,25 @@ def index_scores(q_BTJI: Tensor, w_BTJ: Tensor, k_BSI: Tensor, visible: Visibili
     return scores.masked_fill_(~visible.mask_BTS(), -torch.inf)
 
 
-def index_select(q_BTJI: Tensor, w_BTJ: Tensor, k_BSI: Tensor, visible: Visibility, k: int) -> Tensor:
+def index_select(
+    q_BTJI: Tensor, w_BTJ: Tensor, k_BSI: Tensor, visible: Visibility, k: int, pages: Pages | None = None
+) -> Tensor:
     """Score and select, tile by tile: each query's k best visible slots, all of them where fewer are visible.
+
+    Args:
+        pages: k_BSI is a pool [1, rows, I], and this says which rows of it are whose.
 
     Returns:
         int32 [B, T, min(k, visible.slots)], ascending, padded with -1.
     """
     batch, queries, heads, _ = q_BTJI.shape
-    width = min(k, visible.slots)
     fast = pick("index_select", q_BTJI, w_BTJ, k_BSI)
     if fast is not None:
-        return fast(q_BTJI, w_BTJ, k_BSI[:, : visible.slots], visible.first_BT, visible.last_BT, width)
+        selected: Tensor = fast(q_BTJI, w_BTJ, k_BSI, visible, k, pages)
+        return selected
+    if pages is not None:
+        k_BSI = pages.gather(k_BSI, visible.slots)
+    width = min(k, visible.slots)
     tile = tile_of(batch * (heads + 2) * visible.slots, q_BTJI.device)
     if tile >= queries:
         return stable_topk(index_scores(q_BTJI, w_BTJ, k_BSI, visible).flatten(0, 1), k).view(batch, queries, width)

@@ -8,6 +8,7 @@
 #include <cstdint>
 #include <cstring>
 #include <limits>
+#include <thread>
 #include <vector>
 
 namespace {
@@ -88,6 +89,33 @@ inline float exponential(float x) {
   return p * scale;
 }
 
+// Where slot s of a sequence lies: in its own rows, or, with a page table, in the pages that it names.
+struct Rows {
+  const float* base;
+  int64_t stride, page_size;
+  const int64_t* table;  // null without pages
+
+  const float* operator[](int64_t s) const {
+    return base + (table ? table[s / page_size] * page_size + s % page_size : s) * stride;
+  }
+};
+
+// work(row) for every row, on so many threads.
+template <class Work>
+void for_rows(int64_t rows, int64_t threads, Work work) {
+  if (threads < 2 || rows < 2) {
+    for (int64_t row = 0; row < rows; row++) work(row);
+    return;
+  }
+  auto part = [&](int64_t of) {
+    for (int64_t row = of; row < rows; row += threads) work(row);
+  };
+  std::vector<std::thread> others;
+  for (int64_t of = 1; of < threads; of++) others.emplace_back(part, of);
+  part(0);
+  for (auto& thread : others) thread.join();
+}
+
 // Order of floats as order of unsigned integers.
 inline uint32_t ordered(float x) {
   uint32_t bits;
@@ -131,62 +159,62 @@ void select_top(const float* scores, int64_t n, int64_t k, int64_t first, int32_
 extern "C" {
 
 // Lightning indexer of `queries` rows per sequence: scores, then the k best visible slots, ascending, -1 where fewer.
-// q [B, T, J, I] by strides (b, t, j); w [B, T, J], contiguous; keys [B, S, I] by strides (b, s); first, last [B, T].
+// q [B, T, J, I] by strides (b, t, j); w [B, T, J], contiguous; keys [B, S, I] by strides (b, s), or without batches where
+// table [B, P] names the pages of each sequence; first, last [B, T].
 void glm5_index_select(const float* q, const float* w, const float* keys, const int64_t* first, const int64_t* last,
-                       int32_t* out, int64_t batch, int64_t queries, int64_t heads, int64_t width, int64_t qb,
-                       int64_t qt, int64_t qj, int64_t kb, int64_t ks, int64_t k) {
-  std::vector<float> scores;
-  std::vector<uint32_t> bits;
-  for (int64_t b = 0; b < batch; b++) {
-    for (int64_t t = 0; t < queries; t++) {
-      const int64_t row = b * queries + t, from = first[row], n = last[row] - from + 1;
-      int32_t* chosen = out + row * k;
-      if (n <= k) {
-        for (int64_t i = 0; i < k; i++) chosen[i] = i < n ? static_cast<int32_t>(from + i) : -1;
-        continue;
-      }
-      scores.resize(n);
-      const float* query = q + b * qb + t * qt;
-      for (int64_t i = 0; i < n; i++) {
-        scores[i] = index_score(query, qj, w + row * heads, keys + b * kb + (from + i) * ks, heads, width);
-      }
-      select_top(scores.data(), n, k, from, chosen, bits);
+                       const int64_t* table, int32_t* out, int64_t batch, int64_t queries, int64_t heads, int64_t width,
+                       int64_t qb, int64_t qt, int64_t qj, int64_t kb, int64_t ks, int64_t k, int64_t pages,
+                       int64_t page_size, int64_t threads) {
+  for_rows(batch * queries, threads, [&](int64_t row) {
+    static thread_local std::vector<float> scores;
+    static thread_local std::vector<uint32_t> bits;
+    const int64_t b = row / queries, from = first[row], n = last[row] - from + 1;
+    int32_t* chosen = out + row * k;
+    if (n <= k) {
+      for (int64_t i = 0; i < k; i++) chosen[i] = i < n ? static_cast<int32_t>(from + i) : -1;
+      return;
     }
-  }
+    const Rows held{keys + b * kb, ks, page_size, table ? table + b * pages : nullptr};
+    const float* query = q + b * qb + row % queries * qt;
+    scores.resize(n);
+    for (int64_t i = 0; i < n; i++) scores[i] = index_score(query, qj, w + row * heads, held[from + i], heads, width);
+    select_top(scores.data(), n, k, from, chosen, bits);
+  });
 }
 
 // Absorbed sparse attention: all heads of a query read the selected rows, as keys whole, as values their first columns.
-// q [B, T, H, X] by strides (b, t, h); rows [B, S, X] by strides (b, s); selected [B, T, K]; out [B, T, H, V].
-void glm5_sparse_attention(const float* q, const float* rows, const int32_t* selected, float* out, int64_t batch,
-                           int64_t queries, int64_t heads, int64_t width, int64_t value, int64_t chosen, int64_t qb,
-                           int64_t qt, int64_t qh, int64_t rb, int64_t rs, float scale) {
-  std::vector<float> weights(heads * chosen);
-  for (int64_t b = 0; b < batch; b++) {
-    for (int64_t t = 0; t < queries; t++) {
-      const int32_t* picked = selected + (b * queries + t) * chosen;
-      const float* query = q + b * qb + t * qt;
-      const float* held = rows + b * rb;
-      float* result = out + (b * queries + t) * heads * value;
-      int64_t n = 0;
-      for (; n < chosen && picked[n] >= 0; n++) {
-        for (int64_t h = 0; h < heads; h++)
-          weights[h * chosen + n] = scale * dot(query + h * qh, held + picked[n] * rs, width);
-      }
-      std::fill(result, result + heads * value, 0.f);
-      for (int64_t h = 0; h < heads; h++) {
-        float* weight = weights.data() + h * chosen;
-        float peak = -std::numeric_limits<float>::infinity(), total = 0.f;
-        for (int64_t i = 0; i < n; i++) peak = weight[i] > peak ? weight[i] : peak;
-        for (int64_t i = 0; i < n; i++) weight[i] = exponential(weight[i] - peak);
-        for (int64_t i = 0; i < n; i++) total += weight[i];
-        for (int64_t i = 0; i < n; i++) weight[i] /= total;
-      }
-      for (int64_t i = 0; i < n; i++) {
-        for (int64_t h = 0; h < heads; h++)
-          axpy(result + h * value, held + picked[i] * rs, weights[h * chosen + i], value);
-      }
+// q [B, T, H, X] by strides (b, t, h); rows [B, S, X] by strides (b, s), or in pages as above; selected [B, T, K];
+// out [B, T, H, V].
+void glm5_sparse_attention(const float* q, const float* rows, const int32_t* selected, const int64_t* table, float* out,
+                           int64_t batch, int64_t queries, int64_t heads, int64_t width, int64_t value, int64_t chosen,
+                           int64_t qb, int64_t qt, int64_t qh, int64_t rb, int64_t rs, int64_t pages, int64_t page_size,
+                           int64_t threads, float scale) {
+  for_rows(batch * queries, threads, [&](int64_t row) {
+    static thread_local std::vector<float> weights;
+    static thread_local std::vector<const float*> read;
+    const int64_t b = row / queries;
+    const int32_t* picked = selected + row * chosen;
+    const float* query = q + b * qb + row % queries * qt;
+    const Rows held{rows + b * rb, rs, page_size, table ? table + b * pages : nullptr};
+    float* result = out + row * heads * value;
+    weights.resize(heads * chosen);
+    read.clear();
+    for (int64_t i = 0; i < chosen && picked[i] >= 0; i++) read.push_back(held[picked[i]]);
+    const int64_t n = static_cast<int64_t>(read.size());
+    for (int64_t i = 0; i < n; i++)
+      for (int64_t h = 0; h < heads; h++) weights[h * chosen + i] = scale * dot(query + h * qh, read[i], width);
+    for (int64_t h = 0; h < heads; h++) {
+      float* weight = weights.data() + h * chosen;
+      float peak = -std::numeric_limits<float>::infinity(), total = 0.f;
+      for (int64_t i = 0; i < n; i++) peak = weight[i] > peak ? weight[i] : peak;
+      for (int64_t i = 0; i < n; i++) weight[i] = exponential(weight[i] - peak);
+      for (int64_t i = 0; i < n; i++) total += weight[i];
+      for (int64_t i = 0; i < n; i++) weight[i] /= total;
     }
-  }
+    std::fill(result, result + heads * value, 0.f);
+    for (int64_t i = 0; i < n; i++)
+      for (int64_t h = 0; h < heads; h++) axpy(result + h * value, read[i], weights[h * chosen + i], value);
+  });
 }
 
 // Sigmoid routing: the `chosen` experts of highest score + bias, ties to the lower one; weights from the scores alone.

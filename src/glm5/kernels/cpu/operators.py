@@ -13,8 +13,11 @@ import torch
 from torch import Tensor
 
 from glm5.kernels.cpu.build import library
+from glm5.kernels.pages import Pages
+from glm5.kernels.visibility import Visibility
 
 POINTER, INT, FLOAT = ctypes.c_void_p, ctypes.c_int64, ctypes.c_float
+ROWS_PER_THREAD = 4
 
 
 @functools.cache
@@ -25,28 +28,40 @@ def _function(name: str, pointers: int, integers: int, floats: int) -> Callable[
     return function
 
 
-def index_select(q_BTJI: Tensor, w_BTJ: Tensor, k_BSI: Tensor, first_BT: Tensor, last_BT: Tensor, k: int) -> Tensor:
-    """As `glm5.kernels.indexer.index_select`: int32 [B, T, k], ascending, padded with -1."""
+def index_select(
+    q_BTJI: Tensor, w_BTJ: Tensor, k_BSI: Tensor, visible: Visibility, k: int, pages: Pages | None = None
+) -> Tensor:
+    """As `glm5.kernels.indexer.index_select`: int32 [B, T, min(k, slots)], ascending, padded with -1."""
     batch, queries, heads, width = q_BTJI.shape
-    q, keys = _dense(q_BTJI), _dense(k_BSI)
-    w, first, last = w_BTJ.contiguous(), first_BT.contiguous(), last_BT.contiguous()
+    q, keys, k = _dense(q_BTJI), _dense(k_BSI), min(k, visible.slots)
+    w, first, last = w_BTJ.contiguous(), visible.first_BT.contiguous(), visible.last_BT.contiguous()
     out = torch.empty(batch, queries, k, dtype=torch.int32)
-    _function("glm5_index_select", 6, 10, 0)(
-        *(q.data_ptr(), w.data_ptr(), keys.data_ptr(), first.data_ptr(), last.data_ptr(), out.data_ptr()),
-        *(batch, queries, heads, width, *q.stride()[:3], *keys.stride()[:2], k),
+    table, paging = _paging(pages)
+    _function("glm5_index_select", 7, 13, 0)(
+        *(q.data_ptr(), w.data_ptr(), keys.data_ptr(), first.data_ptr(), last.data_ptr(), table, out.data_ptr()),
+        *(batch, queries, heads, width, *q.stride()[:3], *_strides(keys, pages), k, *paging, _threads(batch * queries)),
     )
     return out
 
 
-def sparse_attention(q_BTHX: Tensor, rows_BSX: Tensor, selected_BTK: Tensor, value_dim: int, scale: float) -> Tensor:
-    """As `glm5.kernels.attention.sparse_attention` in the absorbed form: [B, T, H, value_dim]."""
-    batch, queries, heads, width = q_BTHX.shape
-    q, rows, selected = _dense(q_BTHX), _dense(rows_BSX), selected_BTK.contiguous()
-    out = torch.empty(batch, queries, heads, value_dim)
-    _function("glm5_sparse_attention", 4, 11, 1)(
-        *(q.data_ptr(), rows.data_ptr(), selected.data_ptr(), out.data_ptr()),
-        *(batch, queries, heads, width, value_dim, selected.shape[-1], *q.stride()[:3], *rows.stride()[:2]),
-        scale,
+def sparse_attention(
+    q_BTHX: Tensor,
+    k_BSGX: Tensor,
+    v_BSGV: Tensor,
+    selected_BTK: Tensor,
+    visible: Visibility,
+    scale: float,
+    pages: Pages | None = None,
+) -> Tensor:
+    """As `glm5.kernels.attention.sparse_attention` in the absorbed form (G = 1): [B, T, H, V]."""
+    (batch, queries, heads, width), value = q_BTHX.shape, v_BSGV.shape[-1]
+    q, rows, selected = _dense(q_BTHX), _dense(k_BSGX), selected_BTK.contiguous()
+    out = torch.empty(batch, queries, heads, value)
+    table, paging = _paging(pages)
+    _function("glm5_sparse_attention", 5, 14, 1)(
+        *(q.data_ptr(), rows.data_ptr(), selected.data_ptr(), table, out.data_ptr()),
+        *(batch, queries, heads, width, value, selected.shape[-1], *q.stride()[:3], *_strides(rows, pages)),
+        *(*paging, _threads(batch * queries), scale),
     )
     return out
 
@@ -76,6 +91,21 @@ def grouped_swiglu(x_ND: Tensor, gate_up_EFD: Tensor, down_EDF: Tensor, expert_N
         *(out.data_ptr(), tokens, chosen, width, inner),
     )
     return out
+
+
+def _paging(pages: Pages | None) -> tuple[int | None, tuple[int, int]]:
+    """The table's address; pages of a table, and tokens of a page."""
+    return (None, (0, 1)) if pages is None else (pages.table_BP.data_ptr(), (pages.table_BP.shape[1], pages.size))
+
+
+def _strides(rows: Tensor, pages: Pages | None) -> tuple[int, int]:
+    """Of batches and slots; the pages of all sequences lie in one row."""
+    return (rows.stride(0) if pages is None else 0), rows.stride(1)
+
+
+def _threads(rows: int) -> int:
+    """A thread more is worth its start, some 15 µs, from a few rows on."""
+    return min(torch.get_num_threads(), rows // ROWS_PER_THREAD) or 1
 
 
 def _dense(x: Tensor) -> Tensor:
