@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from glm5.data.corpus import Document
@@ -18,10 +19,12 @@ from glm5.data.loader import Batch, TokenDataset
 from glm5.data.packing import first_and_positions
 from glm5.kernels import cross_entropy
 from glm5.model.glm5 import GLM5
-from glm5.model.trace import Aux
+from glm5.model.trace import Aux, Trace
 from glm5.model.weights import load_model
+from glm5.train import loop
 from glm5.train.checkpoint import CheckpointStore
 from glm5.train.loop import Trainer
+from glm5.train.losses import router_bias_update as update
 from glm5.train.rows import Rows
 from glm5.train.schedule import BatchWarmup
 from glm5.train.totals import Counts, Totals
@@ -93,21 +96,35 @@ def test_every_loss_term_reaches_the_gradients(tmp_path: Path, monkeypatch: pyte
         assert (whole[name] - other[name]).abs().max() > 1e-4 * whole[name].abs().max(), name
 
 
+def inside(batch: Batch, depth: int) -> NDArray[np.bool_]:
+    """[B, T], slot by slot: whether a query's token `depth` ahead is of its own document."""
+    document_BS, found = batch.document_BS, np.zeros((len(batch), batch.seq_len), dtype=bool)
+    for b, t in np.ndindex(found.shape):
+        found[b, t] = document_BS[b, t] >= 0 and document_BS[b, t + depth] == document_BS[b, t]
+    return found
+
+
 def test_the_loss_is_its_formula(tmp_path: Path) -> None:
     """Counts of one, plain PyTorch: mean CE of the main head + lambda times the depths' mean + balance + KL."""
     data = dataset(tmp_path)
     of = trainer(tmp_path, data, stage="sparse", balance_weight=0.2, mtp_weight=0.6, mtp_depths=2)
-    batch = of.loader.batch(0, 4)
+    # Samples whose first row, on which alone MTP runs, holds several documents.
+    start = next(i for i in range(8) if len(np.unique(of.loader.batch(i, 1).document_BS)) > 2)
+    batch = of.loader.batch(start, 4)
     rows = Rows.of(batch, torch.device("cpu"))
     counts = Counts(rows=1, mtp_rows=1, tokens=1, queries=1)
     totals = Totals(len(of.routers), 2)
     loss = of._losses(rows, 0, counts, totals)
 
-    aux = Aux(indexer=True, balance=True, valid=rows.valid_BT)
+    aux = Aux(indexer=True, balance=True, valid=torch.from_numpy(inside(batch, 0)))
     trunk = of.model.hidden(rows.input_BT, documents=rows.documents_BT, sparse=True, aux=aux)
     kept = rows.head(1)
-    aux.valid = kept.valid_BT
-    depths = of.model.mtp_hidden(trunk[:1], kept.ids_BS, 2, documents=kept.documents_BT, sparse=True, aux=aux)
+    passes = of.model.mtp_hidden(trunk[:1], kept.ids_BS, 2, documents=kept.documents_BS, sparse=True, aux=aux)
+    depths = []
+    for depth in (1, 2):
+        aux.valid = torch.from_numpy(inside(batch, depth)[:1])
+        assert 0 < int(aux.valid.sum()) < int(inside(batch, depth - 1)[:1].sum())
+        depths.append(next(passes))
 
     def ce(hidden: Tensor, depth: int, n: int) -> Tensor:
         target, weight = (torch.from_numpy(x)[:n] for x in batch.targets(depth + 1))
@@ -205,7 +222,7 @@ def test_rows_of_one_document_need_no_mask(tmp_path: Path) -> None:
     assert 0 < len(plain) < len(kinds)
     model = tiny()
     for rows in plain:
-        assert bool(rows.valid_BT.all())
+        assert bool(rows.valid_BT().all())
         with_mask = model.hidden(rows.input_BT, documents=torch.zeros_like(rows.input_BT), sparse=False)
         torch.testing.assert_close(model.hidden(rows.input_BT, sparse=False), with_mask)
 
@@ -265,7 +282,7 @@ def test_without_depths_the_mtp_block_rests(tmp_path: Path) -> None:
 
 
 # --------------------------------------------------------------------------- the router's bias
-def test_the_router_bias_moves_by_the_rate_towards_balance(tmp_path: Path) -> None:
+def test_the_router_bias_moves_by_the_rate_towards_balance(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     data = dataset(tmp_path)
     of = trainer(tmp_path, data, micro_batch=2, bias_rate=1e-3)
     names = ["model.layers.1.mlp.gate.e_score_correction_bias", "model.layers.2.mlp.gate.e_score_correction_bias"]
@@ -273,15 +290,26 @@ def test_the_router_bias_moves_by_the_rate_towards_balance(tmp_path: Path) -> No
         for name in names:
             of.model.get_buffer(name).copy_(torch.tensor([7.0, 7.1, 7.0, 6.9]))
     before = tensors(of)
-    rows = Rows.of(of.loader.batch(0, 4), torch.device("cpu"))
-    aux = Aux(valid=rows.valid_BT)
+    batch = of.loader.batch(0, 4)
+    rows = Rows.of(batch, torch.device("cpu"))
+    trace = Trace()
     with torch.no_grad():
-        trunk = of.model.hidden(rows.input_BT, documents=rows.documents_BT, sparse=False, aux=aux)
-        list(of.model.mtp_hidden(trunk, rows.ids_BS, 3, documents=rows.documents_BT, sparse=False, aux=aux))
+        trunk = of.model.hidden(rows.input_BT, documents=rows.documents_BT, sparse=False, trace=trace)
+        list(of.model.mtp_hidden(trunk, rows.ids_BS, 3, documents=rows.documents_BS, sparse=False, trace=trace))
+    # Of the trunk every token counts; at MTP depth d not a document's last d, which have no token to embed.
+    chosen = [
+        experts.view(4, SEQ_LEN, 2)[torch.from_numpy(inside(batch, d))] for d, (*_, experts) in enumerate(trace.router)
+    ]
+    assert [len(x) for x in chosen] == sorted({len(x) for x in chosen}, reverse=True)
+    loads = [torch.bincount(x.flatten(), minlength=4) for x in chosen]
+    used: list[Tensor] = []
+    monkeypatch.setattr(
+        loop, "router_bias_update", lambda bias, load, rate: used.append(load) or update(bias, load, rate)
+    )
     of.step()
     after = tensors(of)
-    for name, load in zip(names, (aux.loads[0], sum(aux.loads[1:])), strict=True):
-        assert load.sum() == 2 * int(rows.valid_BT.sum()) * (1 if name == names[0] else 3)
+    for name, load, counted in zip(names, (loads[0], sum(loads[1:])), used, strict=True):
+        assert counted.tolist() == load.tolist()
         direction = torch.sign(load.double().mean() - load.double()).float()
         assert torch.equal(after[name], before[name] + 1e-3 * direction)
         assert direction.abs().sum() > 0

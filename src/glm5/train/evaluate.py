@@ -79,7 +79,7 @@ def indexer_recall(model: GLM5, dataset: TokenDataset, *, rows_at_once: int = 8,
         aux = Aux(indexer=True)
         model.hidden(on.input_BT, documents=on.documents_BT, sparse=False, aux=aux)
         seen_BT = torch.from_numpy(batch.position_BT) + 1
-        real_BT = on.valid_BT.cpu()
+        real_BT = on.valid_BT().cpu()
         short = int((real_BT & (seen_BT <= topk)).sum())  # whose recall is 1 by definition
         queries += int(real_BT.sum()) - short
         for layer, loss in enumerate(aux.indexer_losses):

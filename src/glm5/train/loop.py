@@ -104,7 +104,7 @@ class Trainer:
             rows=count,
             mtp_rows=max(1, round(config.mtp_share * count)) if config.mtp_depths else 0,
             tokens=max(1, sum(r.tokens for r in rows)),
-            queries=sum(int(r.valid_BT.sum()) for r in rows),
+            queries=sum(int(r.valid_BT().sum()) for r in rows),
         )
         self.optimizer.zero_grad(set_to_none=True)
         totals = Totals(len(self.routers), self.model.config.num_hidden_layers)
@@ -150,14 +150,13 @@ class Trainer:
         `counts.mtp_rows` rows of the step; its terms are scaled up to all, and averaged over the depths.
         """
         config, model = self.config, self.model
-        aux = Aux(indexer=config.trains_indexer, balance=config.trains_model, valid=rows.valid_BT)
+        aux = Aux(indexer=config.trains_indexer, balance=config.trains_model, valid=rows.valid_BT())
         hidden = [model.hidden(rows.input_BT, documents=rows.documents_BT, sparse=config.sparse, aux=aux)]
         targets = [rows.targets[0]]
         kept = min(len(rows.ids_BS), max(0, counts.mtp_rows - first))
         if kept:
             share = rows.head(kept)
-            aux.valid = share.valid_BT
-            hidden += model.mtp_hidden(
+            depths = model.mtp_hidden(
                 hidden[0][:kept],
                 share.ids_BS,
                 config.mtp_depths,
@@ -165,7 +164,10 @@ class Trainer:
                 sparse=config.sparse,
                 aux=aux,
             )
-            targets += share.targets[1 : len(hidden)]
+            for depth in range(1, config.mtp_depths + 1):
+                aux.valid = share.valid_BT(depth)  # read when the depth is asked for
+                hidden.append(next(depths))
+                targets.append(share.targets[depth])
         scale = counts.rows / counts.mtp_rows if kept else 0.0
         per_depth = scale / config.mtp_depths if kept else 0.0
         loss = hidden[0].new_zeros((), dtype=torch.float32)

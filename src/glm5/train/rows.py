@@ -54,10 +54,11 @@ class Rows:
         """Targets of the trunk that count."""
         return int(self.targets[0][1].sum())
 
-    @property
-    def valid_BT(self) -> Tensor:
-        """Queries that are no padding."""
-        return self.document_BS[:, : self.seq_len] >= 0
+    def valid_BT(self, depth: int = 0) -> Tensor:
+        """Queries that have a token `depth` ahead in their own document: all but padding, and at an MTP depth (which
+        embeds that token) all but a document's last ones."""
+        here_BT = self.document_BS[:, : self.seq_len]
+        return (here_BT >= 0) & (self.document_BS[:, depth : depth + self.seq_len] == here_BT)
 
     @property
     def input_BT(self) -> Tensor:
