@@ -12,7 +12,7 @@ folded (`parse`). Policies, where a model or a client does otherwise:
 - Inside a key or a value only its closing tag counts; other tags are text of it.
 - A call that is cut is not complete: its JSON stays open. A call whose `</tool_call>` is missing before a stop id or
   the next call is complete, with its fault named; so is one with text between its arguments, which is left out.
-- A tag without a name in it is text. Blank text beside calls is left out, as rendering would strip it.
+- A tag without a name in it is text. Blank text beside calls (up to 64 characters) is left out, as rendering strips it.
 - Thinking that the prompt opened and that ends with the turn, without `</think>`, is the answer of a model that skipped
   thinking. A stream has passed it on as thinking by then, so it comes once more, as content. Cut by `length`, it stays
   thinking.
@@ -31,6 +31,8 @@ from glm5.text.events import CallArguments, CallEnd, CallStart, Content, Event, 
 from glm5.text.messages import Tool
 from glm5.text.stream import StreamDecoder
 from glm5.text.tokenizer import Tokenizer
+
+LONGEST_BLANK = 64  # characters of blank text that are held back, in case a call follows
 
 
 def parse(
@@ -60,8 +62,6 @@ class Parser:
         tools: those of the request; none means that nothing is a call.
         prompt_ids: the ids before the answer. Whether it begins with thinking is read off them, never off an option.
         parallel_tool_calls: False ends the answer after its first call.
-        hold: how many characters of thinking and text to keep back, so that `finish` can still cut them (a stop string
-            of n characters needs n - 1).
         new_id: gives the id of each call.
 
     After an answer `reasoning_tokens` is the count of ids that were thinking, its tags apart. Once `done`, more ids
@@ -75,7 +75,6 @@ class Parser:
         *,
         prompt_ids: Sequence[int] = (),
         parallel_tool_calls: bool = True,
-        hold: int = 0,
         new_id: Callable[[], str] = lambda: f"call_{uuid.uuid4().hex}",
     ) -> None:
         t = tokenizer
@@ -103,12 +102,12 @@ class Parser:
             self._marks[_State.TEXT][t.tool_call_id] = self._begin_call
         self._tokenizer, self._decoder = t, StreamDecoder(t, skip_control=True)
         self._tools = {tool.name: tool for tool in tools}
-        self._parallel, self._hold, self._new_id = parallel_tool_calls, hold, new_id
+        self._parallel, self._new_id = parallel_tool_calls, new_id
 
         self.done = False
         self.reasoning_tokens = 0
         self._events: list[Event] = []
-        self._held = ""  # thinking or text that is kept back
+        self._held = ""  # blank text that is kept back
         self._calls = 0  # begun so far
         # The call that is open.
         self._name = self._key = self._raw = self._fault = ""
@@ -144,22 +143,12 @@ class Parser:
             self._text(run)
         return self._taken()
 
-    def finish(self, reason: str = "stop", ids: Iterable[int] = (), trim: int = 0) -> list[Event]:
-        """The end of the answer.
-
-        Args:
-            reason: stop, or whatever cut it (length, abort, error).
-            ids: the last ids, if they were not pushed. trim: how many characters to cut from the end of the text, as a
-                stop string is; the ids that it ends in must then come here, and not with `push`.
-        """
-        self._hold = max(self._hold, trim)
-        events = self.push(ids)
+    def finish(self, reason: str = "stop") -> list[Event]:
+        """The end of the answer: stop, or whatever cut it (length, abort, error)."""
         if not self.done:
             self._text([], last=True)
-            if trim and self._state in (_State.THINK, _State.TEXT):
-                self._held = self._held[:-trim]
             self._end_turn(cut=reason != "stop")
-        return events + self._taken()
+        return self._taken()
 
     def _taken(self) -> list[Event]:
         taken, self._events = self._events, []
@@ -186,21 +175,21 @@ class Parser:
             self._fault = "text between its arguments"
 
     def _say(self, text: str = "", last: bool = False) -> None:
-        """Pass on thinking or text, but for what is kept back: blank text may turn out to stand beside a call."""
-        thinking = self._state is _State.THINK
-        self._held += text
-        blank = 0 if thinking else len(self._held) - len(self._held.rstrip())
-        sure = len(self._held) - (0 if last else max(self._hold, blank))
-        if sure <= 0:
+        """Pass on thinking, or text but for blank text at its end, which may turn out to stand beside a call."""
+        if self._state is _State.THINK:
+            if text:
+                self._events.append(Reasoning(text))
+            if self._opened is not None:
+                self._opened.append(text)
             return
-        ready, self._held = self._held[:sure], self._held[sure:]
-        self._events.append(Reasoning(ready) if thinking else Content(ready))
-        if thinking and self._opened is not None:
-            self._opened.append(ready)
+        text = self._held + text
+        kept = 0 if last else _blank_end(text)
+        text, self._held = text[: len(text) - kept], text[len(text) - kept :]
+        if text:
+            self._events.append(Content(text))
 
     # ------------------------------------------------------------------------------------------ marks
     def _end_thinking(self) -> None:
-        self._say(last=True)
         self._opened = None
         self._state = _State.TEXT
 
@@ -219,14 +208,10 @@ class Parser:
                 self._end_call()
                 if self.done:
                     return
-        self._say_before_call()
+        self._held = ""
         self._state = _State.NAME
         self._name = self._key = self._raw = self._fault = ""
         self._has_key = self._any_argument = False
-
-    def _say_before_call(self) -> None:
-        self._held = self._held.rstrip()
-        self._say(last=True)
 
     def _not_a_call(self, tag: str) -> None:
         """A call without a name was none: its tags are text."""
@@ -264,7 +249,7 @@ class Parser:
     def _stream_value(self) -> None:
         """Pass on a string as it arrives: one that may also be null, once it cannot be that."""
         if not self._streams:
-            if self._types - {"null"} != STRING or ("null" in self._types and "null".startswith(self._raw.strip())):
+            if self._types - {"null"} != STRING or ("null" in self._types and "null".startswith(self._raw)):
                 return
             self._streams = True
             self._argument('"')
@@ -308,11 +293,9 @@ class Parser:
                 self._fault = "no </tool_call>"
                 self._end_call()
         if self._state is _State.TEXT:
-            if self._calls and self._held.isspace():
-                self._held = ""
-            self._say(last=True)
+            if not self._calls:
+                self._say(last=True)
         elif self._state is _State.THINK:
-            self._say(last=True)
             answer = "".join(self._opened or ())
             if answer.strip() and not cut:
                 self._events.append(Content(answer, repeated=True))
@@ -320,3 +303,9 @@ class Parser:
         elif self._state is not _State.NAME:  # a name may be cut: nothing of that call was passed on
             self._events.append(CallEnd(self._calls - 1, False, "the answer ended inside it"))
         self.done = True
+
+
+def _blank_end(text: str) -> int:
+    """How many characters of blank text to keep back from the end of a text."""
+    tail = text[-LONGEST_BLANK:]
+    return len(tail) - len(tail.rstrip())
