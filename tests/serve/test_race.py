@@ -1,4 +1,4 @@
-"""The race: its noise is exponential and independent, its draws follow p, and coupled draws agree as often as they can."""
+"""The race: exponential, independent noise, draws that follow p, and coupled draws that agree as often as they can."""
 
 from __future__ import annotations
 

@@ -91,20 +91,18 @@ class Grammar:
 
     def __init__(self, prototype: Any, tokenizer: Tokenizer) -> None:
         self._prototype = prototype
-        self._end = tokenizer.end_of_text_id
+        self._vocab_size, self._end = tokenizer.vocab_size, tokenizer.end_of_text_id
 
     def matcher(self) -> Matcher:
-        return Matcher(self._prototype.deep_copy(), self._end)
+        return Matcher(self._prototype.deep_copy(), self._vocab_size, self._end)
 
 
 class Matcher:
     """Where one answer stands in its grammar."""
 
-    def __init__(self, inner: Any, end: int) -> None:
-        self._inner, self._end = (
-            inner,
-            end,
-        )  # the parser takes this id for the end; here ends are the sampler's business
+    def __init__(self, inner: Any, vocab_size: int, end: int) -> None:
+        self._inner, self._vocab_size = inner, vocab_size
+        self._end = end  # the parser takes this id for the end of the answer; here that is the sampler's business
 
     def allowed(self) -> np.ndarray:
         """Which ids may follow as text or markers, bool [tokenizer's vocabulary].
@@ -112,7 +110,7 @@ class Matcher:
         All False where nothing may follow, or the parser gave up (see `error`).
         """
         words = np.frombuffer(self._inner.compute_bitmask(), dtype=np.uint8)
-        allowed = np.unpackbits(words, bitorder="little").astype(bool)
+        allowed = np.unpackbits(words, count=self._vocab_size, bitorder="little").astype(bool)
         allowed[self._end] = False
         return allowed if not self._inner.is_error() else np.zeros_like(allowed)
 
