@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from glm5.model import sampling
 from glm5.model.sampling import Sampling
 
 
@@ -51,3 +53,43 @@ def test_every_setting_gives_a_distribution_that_keeps_the_best(
     assert bool((probs.gather(-1, logits.to(torch.bfloat16).argmax(-1, keepdim=True)) > 0).all())
     if top_k > 0:
         assert bool(((probs > 0).sum(-1) <= top_k).all())
+
+
+def kept_by_hand(p: list[float], top_k: int, top_p: float, min_p: float) -> set[int]:
+    """One id after the other, in plain numbers."""
+    order = sorted(range(len(p)), key=lambda id: (-p[id], id))
+    order = order[:top_k] if top_k else order
+    total, before, kept_ids = sum(p[id] for id in order) if top_k else 1.0, 0.0, set()
+    for id in order:
+        if top_p < 1 and before >= top_p * total:
+            break
+        kept_ids.add(id)
+        before += p[id]
+    return {id for id in kept_ids if p[id] > 0 and p[id] >= min_p * max(p)}
+
+
+@pytest.mark.parametrize("prefix", [8, 1024])
+def test_rows_with_rules_of_their_own_keep_what_each_would_keep_alone(
+    monkeypatch: pytest.MonkeyPatch, prefix: int
+) -> None:
+    monkeypatch.setattr(sampling, "PREFIX", prefix)  # 8: many rows need more than their first ids
+    random = torch.Generator().manual_seed(0)
+
+    def drawn(scale: float, off: float, nothing: float, **kind: torch.dtype) -> torch.Tensor:
+        values = torch.rand(6, generator=random) * scale
+        return values.masked_fill(torch.rand(6, generator=random) < off, nothing).to(**kind)
+
+    for trial in range(80):
+        logits = 3 * torch.randn(6, 57, generator=random)
+        logits = logits.round() if trial % 2 else logits  # rounded: many equals
+        logits[:, ::5] = -torch.inf if trial % 3 == 0 else 1.0
+        probs = logits.softmax(-1)
+        top_k = drawn(70, 0.4, 0, dtype=torch.long)
+        top_p = drawn(1, 0.4, 1, dtype=torch.double).clamp(min=1e-3)
+        min_p = drawn(0.3, 0.5, 0)
+        keep = sampling.kept(probs, top_k, top_p, min_p)
+        for row in range(6):
+            rules = (int(top_k[row]), float(top_p[row]), float(min_p[row]))
+            assert set(keep[row].nonzero()[:, 0].tolist()) == kept_by_hand(probs[row].double().tolist(), *rules)
+            one = slice(row, row + 1)
+            assert torch.equal(sampling.kept(probs[one], top_k[one], top_p[one], min_p[one])[0], keep[row])
