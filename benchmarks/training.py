@@ -24,6 +24,7 @@ os.environ.setdefault("GOMP_SPINCOUNT", "20000")  # as the command line does
 import numpy as np
 import torch
 
+from glm5.cli.doctor import matmul_rate
 from glm5.data.corpus import Document
 from glm5.data.loader import Loader, TokenDataset
 from glm5.ledger.compute import training_flops
@@ -35,21 +36,6 @@ from glm5.train.loop import Trainer
 from glm5.train.schedule import BatchWarmup
 
 OUT = Path(__file__).parent / "out"
-
-
-def matmul_rate(device: torch.device, dtype: torch.dtype) -> float:
-    """Operations a second of one large product: 2,048 cubed on a CPU, 8,192 cubed on a GPU; median of 7."""
-    n = 8192 if device.type == "cuda" else 2048
-    a, b = (torch.randn(n, n, device=device, dtype=dtype) for _ in range(2))
-    seconds = []
-    for i in range(9):
-        synchronize(device)
-        began = time.perf_counter()
-        a @ b
-        synchronize(device)
-        if i >= 2:
-            seconds.append(time.perf_counter() - began)
-    return 2 * n**3 / statistics.median(seconds)
 
 
 def synchronize(device: torch.device) -> None:
@@ -114,9 +100,9 @@ def main() -> None:
             }
             if stage == "pretrain":
                 flops = a.rows * training_flops(config, a.seq_len, sparse=False, mtp_depths=a.mtp_depths)
-                row["share_of_matmul_rate"] = flops / row["seconds"] / matmul_rate(device, dtype)
+                rate = matmul_rate(a.device, dtype)
+                row["share_of_matmul_rate"] = flops / row["seconds"] / rate
             rows.append(row)
-    rate = matmul_rate(device, dtype)
     place_name = torch.cuda.get_device_name() if device.type == "cuda" else f"{platform.machine()}, {a.threads} threads"
     result = {
         "machine": place_name,
