@@ -23,7 +23,7 @@ from starlette.middleware.cors import CORSMiddleware
 
 import glm5
 from glm5.serve.client import Backend
-from glm5.serve.http import chat, completions, control, errors, native, tokens
+from glm5.serve.http import anthropic, chat, completions, control, errors, native, responses, tokens
 from glm5.serve.http.guard import Guard
 from glm5.serve.http.server import HttpOptions, Server
 
@@ -60,7 +60,7 @@ def create_app(
     app = FastAPI(title="glm5", version=glm5.__version__, lifespan=lifespan, responses=_documented())
     app.state.server = server
     errors.install(app)
-    for room in (chat, completions, native, control, tokens):
+    for room in (chat, completions, responses, anthropic, native, control, tokens):
         app.include_router(room.routes(server))
 
     page = files("glm5.serve.http").joinpath("page.html").read_text(encoding="utf-8")

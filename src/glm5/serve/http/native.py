@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import AsyncIterator
+from itertools import accumulate
 from typing import Annotated, Any
 
 from fastapi import APIRouter
@@ -79,9 +80,9 @@ class _Item:
         self.skip_control = sampling.skip_special_tokens is not False
         self.top = mine("top_logprobs_num") or 0
         self.kept = bool((sampling.custom_params or {}).get("return_top_p_token_ids"))
-        rid = body.rid if isinstance(body.rid, str) and count == 1 else mine("rid") if body.rid else None
+        rid = mine("rid")
         if isinstance(body.rid, str) and count > 1:
-            rid = f"{body.rid}_{place}"
+            rid = f"{rid}_{place}"
         self.request = Request(
             self._ids(body, place), self._params(sampling), rid or new_id(""), priority=body.priority or 0
         )
@@ -214,13 +215,15 @@ async def _whole(items: list[_Item], streams: list[Stream], single: bool) -> Res
 
 
 async def _events(items: list[_Item], streams: list[Stream]) -> AsyncIterator[bytes]:
-    by_rid = {item.request.rid: (place, item) for place, item in enumerate(items)}
+    by_rid = {item.request.rid: item for item in items}
+    ahead = accumulate((len(item.answers) for item in items), initial=0)
+    first = dict(zip(by_rid, ahead, strict=False))
     several = len(items) > 1 or len(items[0].answers) > 1
     async for delta in merged(streams):
-        place, item = by_rid[delta.rid]
+        item = by_rid[delta.rid]
         item.take(delta)
         report = item.report(delta.index)
-        yield event({**report, "index": place * len(item.answers) + delta.index} if several else report)
+        yield event({**report, "index": first[delta.rid] + delta.index} if several else report)
 
 
 def _finish_reason(a: Answer) -> dict[str, Any] | None:

@@ -252,7 +252,7 @@ class EventStream(StreamingResponse):
             async for one in events:
                 yield one
         except Exception as error:
-            name = "error" if path.startswith(("/v1/messages", "/v1/responses")) else None
+            name = "error" if path.startswith("/v1/messages") else None
             yield event(body_of(as_api_error(error), path), name)
         if closing:
             yield closing

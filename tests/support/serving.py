@@ -1,0 +1,54 @@
+"""A real server on a port of this machine, for tests that use real clients."""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import uvicorn
+from fastapi import FastAPI
+
+from glm5.serve.client import Backend
+from glm5.serve.http.app import create_app
+from glm5.serve.http.server import HttpOptions
+
+PING = {"type": "function", "function": {"name": "ping", "parameters": {"type": "object", "properties": {}}}}
+HI = [{"role": "user", "content": "hi"}]
+
+
+def tool(name: str, **types: Any) -> dict[str, Any]:
+    """A tool in OpenAI's form, its arguments by JSON type (or schema)."""
+    properties = {key: {"type": kind} if isinstance(kind, str) else kind for key, kind in types.items()}
+    return {"type": "function", "function": {"name": name, "parameters": {"type": "object", "properties": properties}}}
+
+
+def call(name: str, **arguments: str) -> str:
+    """A call as the model writes it."""
+    inner = "".join(f"<arg_key>{k}</arg_key><arg_value>{v}</arg_value>" for k, v in arguments.items())
+    return f"<tool_call>{name}{inner}</tool_call>"
+
+
+def events(text: str) -> list[dict[str, Any]]:
+    """The JSON of every server-sent event; the closing [DONE] must be there for OpenAI's and SGLang's streams."""
+    lines = [line[6:] for line in text.split("\n") if line.startswith("data: ")]
+    return [json.loads(line) for line in lines if line != "[DONE]"]
+
+
+@contextmanager
+def served(backend: Backend, options: HttpOptions | None = None, app: FastAPI | None = None) -> Iterator[str]:
+    """The address of a server that runs for the length of the block."""
+    config = uvicorn.Config(app or create_app(backend, options), port=0, log_level="warning", ws="none")
+    server = uvicorn.Server(config)
+    thread = threading.Thread(target=server.run, daemon=True)
+    thread.start()
+    while not server.started:
+        time.sleep(0.005)
+    try:
+        yield f"http://127.0.0.1:{server.servers[0].sockets[0].getsockname()[1]}"
+    finally:
+        server.should_exit = True
+        thread.join(10)
