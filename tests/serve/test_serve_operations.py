@@ -1,0 +1,281 @@
+"""Random operations on allocator, prefix tree and scheduler, with a fake model that knows what every slot must hold.
+
+The model writes into each slot the whole text up to it (as a chain of hashes) and the weights that wrote it. Before
+an item runs, all that its page table shows is compared with the sequence's own ids. So a wrong share, a forgotten or
+misplaced copy, a page freed too early, a write to a shared page: each is seen at once. After every operation all
+references are counted again from their holders (`Scheduler.check`), and each answer has ended at most once.
+
+Here runs a short one; `python tests/serve/test_serve_operations.py 100000` makes at least that many operations.
+"""
+
+from __future__ import annotations
+
+import random
+import sys
+import time
+from collections import Counter, deque
+from itertools import count
+
+import hypothesis.strategies as st
+from hypothesis import settings
+from hypothesis.stateful import (
+    RuleBasedStateMachine,
+    initialize,
+    invariant,
+    precondition,
+    rule,
+    run_state_machine_as_test,
+)
+
+from glm5.serve.pages import PagePool
+from glm5.serve.prefix import PrefixTree
+from glm5.serve.request import Finish, Request, SamplingParams
+from glm5.serve.scheduler import Item, Outcome, Plan, Scheduler, Sequence
+from glm5.utils.errors import UserError
+
+Entry = tuple[int, str]  # the text up to and with this slot, and the weights that wrote it
+VOCABULARY = 2  # few ids, so that texts begin alike
+OPERATIONS: Counter[str] = Counter()
+SEEN: Counter[str] = Counter()  # what happened on the way; a run that meets none of it proves little
+RANDOMS = st.randoms(use_true_random=True)  # seeded by hypothesis, so a failure can be repeated
+
+
+class FakeModel:
+    """Two arrays of pages, device and host, written and read as an engine would."""
+
+    def __init__(self, pool: PagePool) -> None:
+        self.pool, self.size = pool, pool.page_size
+        self.device: list[list[Entry | None]] = [[None] * self.size for _ in range(pool.device.count)]
+        self.host: list[list[Entry | None]] = [[None] * self.size for _ in range(pool.host.count)]
+
+    def run(self, plan: Plan, version: str, drafts: dict[Item, list[int]]) -> None:
+        """Make the copies, verify what the items read, and write what they write."""
+        for copy in plan.copies:
+            SEEN[copy.kind] += 1
+            source = self.host if copy.kind == "to_device" else self.device
+            target = self.host if copy.kind == "to_host" else self.device
+            target[copy.target] = list(source[copy.source])
+        to_write = [page for item in plan.items for page in item.pages[item.start // self.size :]]
+        assert len(to_write) == len(set(to_write)), "a page is written to twice"
+        for item in plan.items:
+            ids = item.sequence.ids[item.start : item.start + item.count] + drafts[item]
+            assert len(item.pages) == self.pool.pages_for(item.start + len(ids))
+            text = self.read(item, version)
+            for slot, token in enumerate(ids, item.start):
+                text = hash((text, token))
+                page = item.pages[slot // self.size]
+                assert self.pool.device.refs[page] == 1, "a shared page is written to"
+                self.device[page][slot % self.size] = (text, version)
+
+    def read(self, item: Item, version: str) -> int:
+        """The text before an item, after checking that its pages show just that."""
+        text = 0
+        for slot in range(item.start):
+            text = hash((text, item.sequence.ids[slot]))
+            entry = self.device[item.pages[slot // self.size]][slot % self.size]
+            assert entry is not None, "a slot that nobody wrote is read"
+            assert entry[0] == text, "another text is read"
+            if item.sequence.cache_version is not None:
+                assert entry[1] == version, "entries of other weights are read"
+        return text
+
+
+class Operations(RuleBasedStateMachine):
+    """Any use of a scheduler, with up to two plans in flight."""
+
+    @initialize(
+        pages=st.integers(2, 24),
+        host_pages=st.sampled_from([0, 1, 3, 12]),
+        page_size=st.sampled_from([1, 2, 4]),
+        policy=st.sampled_from(["lru", "frequency"]),
+        context=st.integers(2, 60),
+        max_running=st.integers(1, 5),
+        drafts=st.integers(0, 5),
+        chunk=st.integers(1, 16),
+        spare=st.integers(0, 20),
+    )
+    def start(
+        self,
+        pages: int,
+        host_pages: int,
+        page_size: int,
+        policy: str,
+        context: int,
+        max_running: int,
+        drafts: int,
+        chunk: int,
+        spare: int,
+    ) -> None:
+        self.pool = PagePool(pages, host_pages, page_size=page_size)
+        self.tree = PrefixTree(self.pool, policy=policy)
+        self.scheduler = Scheduler(
+            self.pool,
+            self.tree,
+            context=context,
+            max_running=max_running,
+            max_batched_tokens=max_running * (1 + drafts) + spare,
+            chunk=chunk,
+            drafts=drafts,
+        )
+        self.model = FakeModel(self.pool)
+        self.flying: deque[tuple[Plan, dict[Item, list[int]]]] = deque()
+        self.answers: list[Sequence] = []
+        self.ends: Counter[Sequence] = Counter()
+        self.pins: list[int] = []
+        self.names = count()
+
+    # ------------------------------------------------------------------ requests
+    @rule(
+        rng=RANDOMS,
+        new=st.one_of(st.none(), st.integers(1, 20)),
+        n=st.sampled_from([1, 1, 1, 2, 3]),
+        priority=st.sampled_from([0, 0, 0, 1, 2]),
+        prompt_logprobs=st.sampled_from([None, None, None, 0]),
+    )
+    def submit(self, rng: random.Random, new: int | None, n: int, priority: int, prompt_logprobs: int | None) -> None:
+        OPERATIONS["submit"] += 1
+        name = next(self.names)
+        if self.answers and rng.random() < 0.5:  # the next turn of an answer, or the same prompt once more
+            ids = [*rng.choice(self.answers).ids[: rng.randrange(1, 40)], rng.randrange(VOCABULARY)]
+        else:
+            ids = [0] * rng.randrange(1, 20) + rng.choices(range(VOCABULARY), k=rng.randrange(1, 6))
+        ids = ids[: self.scheduler.context - 1]
+        params = SamplingParams(max_new_tokens=new, n=n, prompt_logprobs=prompt_logprobs)
+        try:
+            self.answers += self.scheduler.add(Request(ids, params, str(name), priority, arrival=name // 2))
+        except UserError:
+            limit = self.scheduler.context if new is None else min(self.scheduler.context, len(ids) + new)
+            assert limit - 1 > self.pool.device.count * self.pool.page_size
+            SEEN["refused"] += 1
+
+    @precondition(lambda self: self.answers)
+    @rule(rng=RANDOMS)
+    def abort(self, rng: random.Random) -> None:
+        OPERATIONS["abort"] += 1
+        rid = rng.choice(self.answers[-8:]).request.rid
+        alive = [a for a in self.answers if a.request.rid == rid and a.state != "finished"]
+        SEEN["aborted in flight"] += any(a.item is not None for a in alive)
+        assert self.scheduler.abort(rid) == alive
+        self.ends.update(alive)
+
+    # ------------------------------------------------------------------ steps
+    @precondition(lambda self: len(self.flying) < 2)
+    @rule(rng=RANDOMS)
+    def plan(self, rng: random.Random) -> None:
+        OPERATIONS["plan"] += 1
+        before = self.scheduler.preemptions
+        plan = self.scheduler.plan()
+        assert plan.tokens <= self.scheduler.max_batched_tokens
+        SEEN["preempted"] += self.scheduler.preemptions - before
+        SEEN["overlapping plans"] += any(p.items for p, _ in self.flying) and bool(plan.items)
+        drafts = {item: rng.choices(range(VOCABULARY), k=item.drafts) for item in plan.items}
+        self.model.run(plan, self.tree.version, drafts)
+        self.flying.append((plan, drafts))
+
+    @precondition(lambda self: self.flying)
+    @rule(rng=RANDOMS)
+    def commit(self, rng: random.Random) -> None:
+        OPERATIONS["commit"] += 1
+        self.land(rng, ends=0.1)
+
+    @precondition(lambda self: self.scheduler.has_work)
+    @rule(rng=RANDOMS, steps=st.integers(1, 8))
+    def run(self, rng: random.Random, steps: int) -> None:
+        for _ in range(steps):
+            self.plan(rng)
+            self.scheduler.check()
+            self.commit(rng)
+            self.scheduler.check()
+
+    def land(self, rng: random.Random, ends: float) -> None:
+        """Commit the oldest plan in flight; an answer ends by itself with probability `ends`."""
+        plan, drafts = self.flying.popleft()
+        answers = [(answer, item) for item in plan.items for answer in item.answers]
+        outcomes = {}
+        for answer, item in answers:
+            accepted = drafts[item][: rng.randint(0, item.drafts)]
+            ids = (*accepted, rng.randrange(VOCABULARY))
+            full = len(answer.ids) + len(ids) >= answer.limit
+            finish = Finish("stop") if rng.random() < ends else Finish("length") if full else None
+            if rng.random() < ends / 10:
+                ids, finish = (), Finish("error")
+            outcomes[answer] = Outcome(ids, finish)
+        alive = [answer for answer, _ in answers if answer.state != "finished"]
+        before = {answer: list(answer.ids) for answer in alive}
+        assert self.scheduler.commit(plan, outcomes) == alive
+        for answer in alive:
+            assert answer.ids == before[answer] + list(outcomes[answer].ids)
+            self.ends[answer] += answer.state == "finished"
+            assert answer.finish == outcomes[answer].finish
+
+    # ------------------------------------------------------------------ everything else
+    @rule(rng=RANDOMS, what=st.sampled_from(["flush", "change weights", "retract", "pin", "pin", "unpin"]))
+    def disturb(self, rng: random.Random, what: str) -> None:
+        OPERATIONS[what] += 1
+        flying = any(plan.items for plan, _ in self.flying)
+        held = [page for page in range(self.pool.device.count) if self.pool.device.refs[page]]
+        if what == "flush":
+            self.tree.flush()
+        elif what == "change weights" and not flying:
+            if rng.random() < 0.5:
+                self.scheduler.retract_all()
+                assert not self.scheduler.running
+            self.scheduler.set_version(rng.choice("012"), keep=rng.random() < 0.5)
+        elif what == "retract" and not flying:
+            self.scheduler.retract_all()
+        elif what == "pin" and held and len(self.pins) < 3:
+            self.pins.append(rng.choice(held))
+            self.pool.device.pin(self.pins[-1])
+        elif what == "unpin" and self.pins:
+            self.pool.device.unpin(self.pins.pop())
+
+    @invariant()
+    def all_is_accounted_for(self) -> None:
+        self.scheduler.check()
+        pins = Counter(self.pins)
+        assert self.pool.device.pins == [pins[page] for page in range(self.pool.device.count)]
+        for answer in self.answers:
+            assert (answer.state == "finished") == (answer.finish is not None) == (self.ends[answer] == 1)
+            assert len(answer.ids) <= answer.limit
+
+    def teardown(self) -> None:
+        """Left alone, everything comes to its end, and nothing stays behind."""
+        if not hasattr(self, "pool"):
+            return
+        for page in self.pins:
+            self.pool.device.unpin(page)
+        self.pins, rng = [], random.Random(0)  # noqa: S311
+        while self.flying:
+            self.land(rng, ends=0)
+        for _ in range(10 * sum(answer.limit for answer in self.answers)):
+            if not self.scheduler.has_work:
+                break
+            self.plan(rng)
+            assert self.flying[0][0].items, "there is work, and nothing runs"
+            self.land(rng, ends=0)
+        self.all_is_accounted_for()
+        assert all(answer.state == "finished" for answer in self.answers)
+        assert self.pool.device.free + self.pool.device.idle == self.pool.device.count
+        SEEN["prefix hits"] += self.tree.hits
+        self.tree.flush()
+        for tier in (self.pool.device, self.pool.host):
+            assert tier.free == tier.count
+
+
+def run_operations(examples: int, *, seeded: bool) -> None:
+    options = settings(max_examples=examples, stateful_step_count=50, deadline=None, database=None, derandomize=seeded)
+    run_state_machine_as_test(Operations, settings=options)
+
+
+def test_random_operations() -> None:
+    SEEN.clear()
+    run_operations(300, seeded=True)
+    rare = {"to_host", "to_device", "within", "preempted", "refused", "aborted in flight", "overlapping plans"}
+    assert all(SEEN[name] for name in rare | {"prefix hits"}), SEEN
+
+
+if __name__ == "__main__":
+    wanted, began = int(sys.argv[1]) if len(sys.argv) > 1 else 100_000, time.monotonic()
+    while OPERATIONS.total() < wanted:
+        run_operations(1000, seeded=False)
+    print(f"{OPERATIONS.total()} operations in {time.monotonic() - began:.0f} s: {dict(OPERATIONS)}; met {dict(SEEN)}")
