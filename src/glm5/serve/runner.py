@@ -13,7 +13,7 @@ import queue
 import threading
 import uuid
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any, Protocol, TypeVar
 
 from glm5.serve.client import PauseMode, Stats, Unavailable, WeightGroup, WeightUpdate
@@ -86,6 +86,14 @@ class Answers:
             self._leave(self._left > 0)
 
 
+@dataclass
+class _Open:
+    """A request that has not ended: where its deltas go, and the last one of each answer that goes on."""
+
+    inbox: asyncio.Queue[Delta]
+    last: dict[int, Delta]
+
+
 class Runner:
     """An engine as a `Backend`. Begin with `start` inside the event loop, end with `stop`.
 
@@ -102,10 +110,9 @@ class Runner:
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
         self._loop: asyncio.AbstractEventLoop | None = None
         self._failure: str | None = "the engine has not started"
-        # Of the event loop's side: where each request's deltas go.
-        self._inboxes: dict[str, asyncio.Queue[Delta]] = {}
-        # Of the thread's side: the last delta of each answer that has not ended; what a `wait` pause holds back.
-        self._open: dict[str, dict[int, Delta]] = {}
+        self._names: set[str] = set()  # of the event loop's side: requests that somebody reads
+        # Of the thread's side: what has not ended, and what a `wait` pause holds back.
+        self._open: dict[str, _Open] = {}
         self._held: list[Request] = []
         self._paused: PauseMode | None = None
         self._steps = 0
@@ -144,20 +151,21 @@ class Runner:
         return self._info
 
     async def generate(self, request: Request) -> Answers:
-        if request.rid in self._inboxes:
+        if request.rid in self._names:
             raise UserError(f"rid={request.rid!r} is in use by a running request", "choose another, or leave it out")
-        inbox = self._inboxes[request.rid] = asyncio.Queue()
+        self._names.add(request.rid)
+        inbox: asyncio.Queue[Delta] = asyncio.Queue()
         try:
-            await self._call(lambda: self._add(request))
+            await self._call(lambda: self._add(request, inbox))
         except BaseException:
-            self._inboxes.pop(request.rid, None)
+            self._names.discard(request.rid)
             # Cancelled while the command was under way: it may have been carried out.
             self._commands.put(lambda: self._close(request.rid))
             raise
         return Answers(inbox, request.params.n, lambda unfinished: self._leave(request.rid, unfinished))
 
     def _leave(self, rid: str, unfinished: bool) -> None:
-        del self._inboxes[rid]
+        self._names.discard(rid)
         if unfinished:
             self._commands.put(lambda: self._close(rid))
 
@@ -248,11 +256,9 @@ class Runner:
             if not self._thread.is_alive():
                 raise Unavailable(self._failure or "the engine's thread has ended")
 
-    def _deliver(self, deltas: list[Delta]) -> None:
-        for delta in deltas:
-            inbox = self._inboxes.get(delta.rid)
-            if inbox is not None:
-                inbox.put_nowait(delta)
+    def _deliver(self, deltas: list[tuple[asyncio.Queue[Delta], Delta]]) -> None:
+        for inbox, delta in deltas:
+            inbox.put_nowait(delta)
 
     # ------------------------------------------------------------------------------------------ the thread's side
     def _run(self) -> None:
@@ -291,25 +297,27 @@ class Runner:
             self._end(list(error.rids), Finish("error", message=str(error)))
             return
         self._steps += 1
+        told = []
         for delta in deltas:
-            answers = self._open.get(delta.rid)
-            if answers is None:
+            one = self._open.get(delta.rid)
+            if one is None:
                 continue
+            told.append((one.inbox, delta))
             if delta.finish is None:
-                answers[delta.index] = delta
+                one.last[delta.index] = delta
             else:
-                answers.pop(delta.index, None)
-                if not answers:
+                one.last.pop(delta.index, None)
+                if not one.last:
                     del self._open[delta.rid]
-        self._post(deltas)
+        self._post(told)
 
-    def _add(self, request: Request) -> None:
+    def _add(self, request: Request, inbox: asyncio.Queue[Delta]) -> None:
         if self._paused == "wait":
             self._held.append(request)
         else:
             self._engine.add(request)
         blank = {i: Delta(request.rid, i, (), prompt_tokens=len(request.input_ids)) for i in range(request.params.n)}
-        self._open[request.rid] = blank
+        self._open[request.rid] = _Open(inbox, blank)
 
     def _abort(self, rid: str | None) -> None:
         rids = list(self._open) if rid is None else [rid] if rid in self._open else []
@@ -349,12 +357,12 @@ class Runner:
     def _end(self, rids: list[str], finish: Finish) -> None:
         """Finish the open answers of these requests."""
         ended = [
-            replace(last, ids=(), info=(), prompt_info=(), finish=finish, drafted=0, accepted=0)
-            for rid in rids
-            for last in self._open.pop(rid, {}).values()
+            (one.inbox, replace(last, ids=(), info=(), prompt_info=(), finish=finish, drafted=0, accepted=0))
+            for one in [self._open.pop(rid) for rid in rids if rid in self._open]
+            for last in one.last.values()
         ]
         self._post(ended)
 
-    def _post(self, deltas: list[Delta]) -> None:
+    def _post(self, deltas: list[tuple[asyncio.Queue[Delta], Delta]]) -> None:
         if deltas and self._loop is not None and not self._loop.is_closed():
             self._loop.call_soon_threadsafe(self._deliver, deltas)
