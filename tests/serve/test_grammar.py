@@ -269,6 +269,7 @@ def test_answers_share_a_grammar_but_not_their_place(compiler: GrammarCompiler, 
         (Constraint("json_schema", '{"type": "strin"}'), "response_format.json_schema", "strin"),
         (Constraint("json_schema", '{"$ref": "#/$defs/a"}'), "response_format.json_schema", "$defs"),
         (Constraint("tools", "[]"), "tools", "none to call"),
+        (tools("get", most=0), "tools", "none to call"),
         (Constraint("tools", '[{"type": "function"}]'), "tools[0].function", ""),
         (
             Constraint("tools", '[{"type":"function","function":{"name":"a","parameters":{"required":["b"]}}}]'),

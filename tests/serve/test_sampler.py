@@ -275,6 +275,22 @@ def test_drafts_are_right_as_often_as_theory_says() -> None:
         assert chi < 100  # 49 degrees of freedom: once in 20,000
 
 
+def test_drafts_of_a_perfect_drafter_are_all_right() -> None:
+    """It sees what the trunk sees, so all else must be equal too: noise, penalties and masks of a draft's position."""
+    sampler, toy = Sampler(V, ()), Toy(error=0.0)
+    for params in MIXED:
+        state = state_of(sampler, [5, 6], **{**vars(params), "n": 1, "stop_token_ids": ()})
+        ids = [5, 6]
+        for _ in range(5):
+            ahead: list[int] = []
+            for _ in range(4):
+                ahead += sampler.draft(toy.row([*ids, *ahead], draft=True)[None], [state], [ahead])
+            rows = torch.stack([toy.row([*ids, *ahead[:j]]) for j in range(5)])
+            (one,) = sampler.choose(rows, [state], [ahead])
+            assert one.accepted == 4
+            ids += one.ids
+
+
 def test_the_ids_of_a_block_end_at_the_first_wrong_draft() -> None:
     sampler = Sampler(V, EOS)
     logits = torch.zeros(4, PADDED)
@@ -456,6 +472,16 @@ def test_an_answer_that_owes_a_form_cannot_stop_before_it(tokenizer: Tokenizer, 
     assert tokenizer.decode(one.ids).isdigit()
     (one,) = speaker.choose(one_wish(speaker, stop), [state])
     assert one.finish == Finish("stop", stop)
+
+
+def test_a_stop_id_that_is_text_ends_a_form_only_when_complete(tokenizer: Tokenizer, speaker: Sampler) -> None:
+    (one,) = tokenizer.encode("1")
+    form = Constraint("regex", "[0-9]{2,4}")
+    state = state_of(speaker, [30], temperature=0, constraint=form, stop_token_ids=(one,))
+    ids, _ = say(speaker, state, [one, *tokenizer.encode("2"), one])
+    assert tokenizer.decode(ids)[-1] == "1"
+    assert "1" not in tokenizer.decode(ids)[:2]
+    assert state.finish == Finish("stop", one)
 
 
 def one_wish(sampler: Sampler, id: int) -> Tensor:

@@ -168,11 +168,12 @@ def tool_grammar(constraint: Constraint, tokenizer: Tokenizer) -> str:
         ValueError: they are no JSON, or cannot be written as a grammar. The message names the place.
     """
     tools = tools_from_openai(json.loads(constraint.text))
-    if not tools:
+    most = constraint.max_calls
+    if not tools or (most is not None and most < 1):
         raise ValueError("there is none to call")
     mark = {name: f"<[{tokenizer.special_id(f'<{name}>')}]>" for name in _MARKERS}
     lines = [
-        f"start: call{{1,{constraint.max_calls or ''}}}",
+        f"start: call{{1,{most or ''}}}",
         "call: " + " | ".join(f"call_{t}" for t in range(len(tools))),
         r"TEXT: /(.|\n)*/",
     ]
