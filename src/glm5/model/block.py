@@ -5,7 +5,7 @@ from __future__ import annotations
 from torch import Tensor, nn
 
 from glm5.kernels.visibility import Visibility
-from glm5.model.cache import Cache
+from glm5.model.cache import Keys
 from glm5.model.config import ModelConfig
 from glm5.model.gqa import GQA
 from glm5.model.layers import RMSNorm, SwiGLU
@@ -31,7 +31,7 @@ class Block(nn.Module):
         visible: Visibility,
         *,
         sparse: bool = True,
-        cache: Cache | None = None,
+        cache: Keys | None = None,
         slot_BT: Tensor | None = None,
         trace: Trace | None = None,
         aux: Aux | None = None,

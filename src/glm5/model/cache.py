@@ -8,10 +8,13 @@ batches need no holes. Source: report section 2.1; `config` for the widths. Read
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
+from glm5.kernels.pages import Pages
+from glm5.kernels.visibility import Visibility
 from glm5.model.config import ModelConfig
 
 
@@ -21,6 +24,37 @@ def cache_widths(config: ModelConfig) -> tuple[int, ...]:
         return (config.latent_dim, config.index_head_dim)
     group = config.num_key_value_heads * config.head_dim
     return (group, group)
+
+
+class Part(NamedTuple):
+    """What some rows of a call attend to.
+
+    visible: of these rows. rows [B, S, latent + rope], index_keys [B, S, I]; with `pages` those of a pool, [1, R, .].
+    span: where the rows are in a flat batch (first row, sequences, rows of each); None is the whole call, as it is.
+    """
+
+    visible: Visibility
+    rows: Tensor
+    index_keys: Tensor
+    pages: Pages | None = None
+    span: tuple[int, int, int] | None = None
+
+    def of(self, x: Tensor) -> Tensor:
+        """This part's rows of [1, N, ...] as [B, T, ...]."""
+        if self.span is None:
+            return x
+        first, batch, queries = self.span
+        return x[0, first : first + batch * queries].unflatten(0, (batch, queries))
+
+
+class Keys(Protocol):
+    """Where blocks put the keys of new tokens, and find those of earlier ones: `Cache`, or a call over pages."""
+
+    def store(
+        self, layer: int, slot_BT: Tensor | None, visible: Visibility, rows_BTX: Tensor, index_BTI: Tensor
+    ) -> list[Part]:
+        """Write new rows; what they attend to, themselves included."""
+        ...
 
 
 @dataclass(frozen=True)
@@ -116,6 +150,13 @@ class Cache:
                 assert slot_BT is not None
                 tensor.scatter_(1, slot_BT[..., None].expand_as(value), value.to(tensor.dtype))
         return tensors
+
+    def store(
+        self, layer: int, slot_BT: Tensor | None, visible: Visibility, rows_BTX: Tensor, index_BTI: Tensor
+    ) -> list[Part]:
+        """Write new rows, and give what they attend to."""
+        rows, index_keys = self.write(layer, slot_BT, visible.offset, rows_BTX, index_BTI)
+        return [Part(visible, rows, index_keys)]
 
     def crop(self, length: int | Tensor) -> None:
         """Forget everything from `length` on (at least 0; per row, or one for all). Never grows a row."""

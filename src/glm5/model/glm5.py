@@ -24,6 +24,7 @@ from glm5.model.config import ModelConfig
 from glm5.model.layers import Embedding, Linear, RMSNorm, SwiGLU
 from glm5.model.mla import MLA
 from glm5.model.mtp import MTPBlock
+from glm5.model.paged import PagedBatch
 from glm5.model.trace import Aux, Trace
 from glm5.utils.errors import UserError
 
@@ -157,17 +158,24 @@ class GLM5(nn.Module):
         *,
         attention_mask: Tensor | None = None,
         documents: Tensor | None = None,
-        cache: Cache | None = None,
+        cache: Cache | PagedBatch | None = None,
         sparse: bool | None = None,
         trace: Trace | None = None,
         aux: Aux | None = None,
     ) -> Tensor:
-        """The trunk's hidden states after the final norm, [B, T, D]: what the head and MTP read."""
+        """The trunk's hidden states after the final norm, [B, T, D]: what the head and MTP read.
+
+        With a `PagedBatch` input_ids are its flat batch, [1, N]. Whoever changes weights then calls `forget_joined`.
+        """
         input_ids = self._checked_ids(input_ids)
         sparse = self.config.sparse if sparse is None else sparse
-        if input_ids.numel() <= JOIN_UP_TO and (cache is None or cache.uniform == 0) and not torch.is_grad_enabled():
-            self.forget_joined()
-        place = self._place(input_ids, attention_mask, documents, cache)
+        if isinstance(cache, PagedBatch):
+            place = Placement(cache.visible, cache.position_1N, None, None, None)
+        else:
+            begins = cache is None or cache.uniform == 0
+            if input_ids.numel() <= JOIN_UP_TO and begins and not torch.is_grad_enabled():
+                self.forget_joined()
+            place = self._place(input_ids, attention_mask, documents, cache)
         x = self.model.embed_tokens(input_ids)
         if trace is not None:
             trace.hidden.append(x)
@@ -179,7 +187,9 @@ class GLM5(nn.Module):
         x = self.model.norm(x)
         if trace is not None:
             trace.hidden.append(x)
-        if cache is not None:
+        if isinstance(cache, PagedBatch):
+            cache.keep_hidden(x)
+        elif cache is not None:
             place.commit(cache)
         return x
 
@@ -235,8 +245,8 @@ class GLM5(nn.Module):
         self,
         hidden_BTD: Tensor,
         next_ids: Tensor,
-        cache: Cache,
-        start: int,
+        cache: Cache | PagedBatch,
+        start: int = 0,
         *,
         first: int = 0,
         sparse: bool | None = None,
@@ -248,7 +258,13 @@ class GLM5(nn.Module):
             next_ids: [B, T], the token after each position.
             cache: holds the block's keys in its last layer; its length is not changed.
             first: the first slot that the block has keys of, where it did not follow the trunk from the beginning.
+                A `PagedBatch` knows both of itself: row by row, slot i reads the trunk's slot i - 1 and its own token.
         """
+        sparse = self.config.sparse if sparse is None else sparse
+        embedded = self.model.embed_tokens(next_ids)
+        if isinstance(cache, PagedBatch):
+            rope = self._rope(cache.position_1N)
+            return self.mtp.predict(embedded, hidden_BTD, rope, cache.visible, sparse=sparse, cache=cache)
         batch, tokens = next_ids.shape
         cache.reserve(start + tokens)
         visible = Visibility.causal(batch, tokens, start, device=self.device)
@@ -256,8 +272,6 @@ class GLM5(nn.Module):
         if first > 0:
             visible = Visibility(torch.full_like(visible.last_BT, first), visible.last_BT, visible.slots)
         rope = self._rope(visible.last_BT)
-        embedded = self.model.embed_tokens(next_ids)
-        sparse = self.config.sparse if sparse is None else sparse
         return self.mtp.predict(embedded, hidden_BTD, rope, visible, sparse=sparse, cache=cache, slot_BT=slot_BT)
 
     def generate(self, input_ids: Tensor | Sequence[int], **options: Any) -> Iterator[int]:

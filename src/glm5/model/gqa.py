@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from glm5.kernels.attention import attention_logit_max, dense_attention
 from glm5.kernels.basic import rope_interleaved
 from glm5.kernels.visibility import Visibility
-from glm5.model.cache import Cache
+from glm5.model.cache import Keys
 from glm5.model.config import ModelConfig
 from glm5.model.layers import Linear
 from glm5.model.trace import Aux, Trace
@@ -42,7 +42,7 @@ class GQA(nn.Module):
         visible: Visibility,
         *,
         sparse: bool = True,
-        cache: Cache | None = None,
+        cache: Keys | None = None,
         slot_BT: Tensor | None = None,
         trace: Trace | None = None,
         aux: Aux | None = None,
@@ -53,9 +53,9 @@ class GQA(nn.Module):
         k = self._rotate(self.k_proj(x_BTD).unflatten(-1, (self.groups, -1)), rope)
         v = self.v_proj(x_BTD)
         if cache is not None:
-            keys, v = cache.write(self.layer, slot_BT, visible.offset, k.flatten(-2), v)
-            k = keys[:, : visible.slots].unflatten(-1, (self.groups, -1))
-            v = v[:, : visible.slots]
+            (held,) = cache.store(self.layer, slot_BT, visible, k.flatten(-2), v)
+            k = held.rows[:, : visible.slots].unflatten(-1, (self.groups, -1))
+            v = held.index_keys[:, : visible.slots]  # GQA's second tensor
         if aux is not None and aux.logits:
             aux.logit_maxima.append(attention_logit_max(q, k, visible, None, self.width**-0.5))
         out = dense_attention(q, k, v.unflatten(-1, (self.groups, -1)), visible, self.width**-0.5)

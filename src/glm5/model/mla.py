@@ -16,8 +16,9 @@ from glm5.kernels.attention import attention_logit_max, dense_attention, sparse_
 from glm5.kernels.basic import Joined, rope_interleaved
 from glm5.kernels.indexer import index_scores, index_select
 from glm5.kernels.indexer_loss import indexer_loss
+from glm5.kernels.pages import Pages
 from glm5.kernels.visibility import Visibility
-from glm5.model.cache import Cache
+from glm5.model.cache import Keys, Part
 from glm5.model.config import ModelConfig
 from glm5.model.indexer import Indexer
 from glm5.model.layers import Linear, RMSNorm
@@ -62,7 +63,7 @@ class MLA(nn.Module):
         visible: Visibility,
         *,
         sparse: bool = True,
-        cache: Cache | None = None,
+        cache: Keys | None = None,
         slot_BT: Tensor | None = None,
         trace: Trace | None = None,
         aux: Aux | None = None,
@@ -82,34 +83,63 @@ class MLA(nn.Module):
 
         indexed = sparse or cache is not None or trace is not None or (aux is not None and aux.indexer)
         index_keys = self.indexer.keys(x_BTD, rope, index_k) if indexed else rows
-        if cache is not None:
-            rows, index_keys = cache.write(self.layer, slot_BT, visible.offset, rows, index_keys)
-        rows = rows[:, : visible.slots]
-
-        selected, index_q = None, None
-        if (sparse and (visible.slots > self.indexer.topk or trace is not None)) or (aux is not None and aux.indexer):
-            index_q = self.indexer.queries(x_BTD, q_latent, rope, index_q_w)
-            if sparse:
-                selected = self._select(index_q, index_keys, visible, trace)
-
-        measured = aux is not None and (aux.indexer or aux.logits)  # needs the expanded keys, gradients or not
-        if not measured and self._prefers_absorbed(x_BTD.shape[1], visible, selected):
-            out = self._absorbed(q_nope, q_rope, rows, visible, selected)
+        if cache is None:
+            parts = [Part(visible, rows, index_keys)]
         else:
-            q_full = torch.cat((q_nope, q_rope), dim=-1)
-            keys, values = self._expand(rows)
-            if selected is None:
-                out = dense_attention(q_full, keys, values, visible, self.scale)
-            else:
-                out = sparse_attention(q_full, keys, values, selected, visible, self.scale)
-            if aux is not None and aux.logits:
-                aux.logit_maxima.append(attention_logit_max(q_full, keys, visible, selected, self.scale))
-            if aux is not None and aux.indexer:
-                assert index_q is not None
-                aux.indexer_losses.append(
-                    indexer_loss(*index_q, index_keys, q_full, keys, visible, selected, self.scale, self.indexer.topk)
-                )
+            parts = cache.store(self.layer, slot_BT, visible, rows, index_keys)
+
+        searched = any(p.visible.slots > self.indexer.topk for p in parts) or trace is not None
+        index_q = None
+        if (sparse and searched) or (aux is not None and aux.indexer):
+            index_q = self.indexer.queries(x_BTD, q_latent, rope, index_q_w)
+        if parts[0].span is None:
+            out = self._attend(parts[0], q_nope, q_rope, index_q, sparse, trace, aux)
+        else:
+            outs = []
+            for part in parts:
+                index = None if index_q is None else (part.of(index_q[0]), part.of(index_q[1]))
+                mixed = self._attend(part, part.of(q_nope), part.of(q_rope), index, sparse, trace, aux)
+                outs.append(mixed.flatten(0, 1))
+            out = torch.cat(outs)[None]
         return self.o_proj(out.flatten(-2))
+
+    def _attend(
+        self,
+        part: Part,
+        q_nope: Tensor,
+        q_rope: Tensor,
+        index_q: tuple[Tensor, Tensor] | None,
+        sparse: bool,
+        trace: Trace | None,
+        aux: Aux | None,
+    ) -> Tensor:
+        """Every head's mixture of values, [B, T, H, V]."""
+        visible, rows = part.visible, part.rows
+        selected = None
+        if sparse and index_q is not None and (visible.slots > self.indexer.topk or trace is not None):
+            selected = self._select(index_q, part, trace)
+        measured = aux is not None and (aux.indexer or aux.logits)  # needs the expanded keys, gradients or not
+        absorbed = not measured and self._prefers_absorbed(q_nope.shape[1], visible, selected)
+        if part.pages is None:
+            rows = rows[:, : visible.slots]
+        elif selected is None or not absorbed:  # only the selected rows can be read where they lie
+            rows = part.pages.gather(rows, visible.slots)
+        if absorbed:
+            return self._absorbed(q_nope, q_rope, rows, visible, selected, part.pages)
+        q_full = torch.cat((q_nope, q_rope), dim=-1)
+        keys, values = self._expand(rows)
+        if selected is None:
+            out = dense_attention(q_full, keys, values, visible, self.scale)
+        else:
+            out = sparse_attention(q_full, keys, values, selected, visible, self.scale)
+        if aux is not None and aux.logits:
+            aux.logit_maxima.append(attention_logit_max(q_full, keys, visible, selected, self.scale))
+        if aux is not None and aux.indexer:
+            assert index_q is not None
+            aux.indexer_losses.append(
+                indexer_loss(*index_q, part.index_keys, q_full, keys, visible, selected, self.scale, self.indexer.topk)
+            )
+        return out
 
     def _project(self, x_BTD: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor | None, tuple[Tensor, Tensor] | None]:
         """Query latent, query, key-value row; and in decode the indexer's products, from the same calls."""
@@ -125,16 +155,15 @@ class MLA(nn.Module):
         q, index_q = up.split_with_sizes((self.q_b_proj.out_features, self.indexer.wq_b.out_features), -1)
         return q_latent, q, kv, index_k, (index_q, index_w)
 
-    def _select(
-        self, index_q: tuple[Tensor, Tensor], index_keys: Tensor, visible: Visibility, trace: Trace | None
-    ) -> Tensor | None:
+    def _select(self, index_q: tuple[Tensor, Tensor], part: Part, trace: Trace | None) -> Tensor | None:
+        visible = part.visible
         with torch.no_grad():
             if trace is not None and trace.scores:
-                trace.index_scores.append(index_scores(*index_q, index_keys, visible))
+                trace.index_scores.append(index_scores(*index_q, part.index_keys, visible))
             if trace is not None and trace.replay is not None:
                 selected = trace.replay[len(trace.selected)]
             else:
-                selected = index_select(*index_q, index_keys, visible, self.indexer.topk)
+                selected = index_select(*index_q, part.index_keys, visible, self.indexer.topk, part.pages)
             if trace is not None:
                 trace.selected.append(selected)
         replayed = trace is not None and trace.replay is not None
@@ -149,7 +178,13 @@ class MLA(nn.Module):
         return torch.cat((k_nope, k_rope), dim=-1), values
 
     def _absorbed(
-        self, q_nope: Tensor, q_rope: Tensor, rows: Tensor, visible: Visibility, selected: Tensor | None
+        self,
+        q_nope: Tensor,
+        q_rope: Tensor,
+        rows: Tensor,
+        visible: Visibility,
+        selected: Tensor | None,
+        pages: Pages | None,
     ) -> Tensor:
         up = self.kv_b_proj.weight.view(self.heads, self.nope + self.value, self.latent)
         w_uk, w_uv = up[:, : self.nope], up[:, self.nope :]
@@ -159,7 +194,7 @@ class MLA(nn.Module):
         if selected is None:
             mixed = dense_attention(q_full, keys, values, visible, self.scale)
         else:
-            mixed = sparse_attention(q_full, keys, values, selected, visible, self.scale)
+            mixed = sparse_attention(q_full, keys, values, selected, visible, self.scale, pages)
         return _by_head(mixed, w_uv.transpose(1, 2))
 
     def _prefers_absorbed(self, queries: int, visible: Visibility, selected: Tensor | None) -> bool:
