@@ -173,6 +173,9 @@ OPTIONAL = {"anyOf": [{"type": "string"}, {"type": "null"}]}
         ({"type": ["string", "integer"]}, "7", 7),
         ({"type": ["string", "integer"]}, "7.5", "7.5"),
         ({"type": ["string", "integer"]}, '"7"', '"7"'),
+        ({"type": ["string", "integer"]}, "true", "true"),
+        ({"type": ["string", "boolean"]}, "true", True),
+        ({"type": ["string", "number"]}, "7", 7),
         ({"oneOf": [{"type": "string"}, {"type": "array"}]}, "[1]", [1]),
         ({"oneOf": [{"type": "string"}, {"type": "array"}]}, '{"a": 1}', '{"a": 1}'),
         ({"enum": ["1", "2"]}, "1", "1"),
@@ -290,6 +293,11 @@ def test_faulty_calls_are_mended_and_named(raw: str, calls: list[dict[str, Any]]
     assert [json.loads(found.arguments) for found in parsed.calls] == calls
     assert all(found.complete for found in parsed.calls)
     assert parsed.calls[0].fault == fault
+
+
+def test_a_tag_that_is_written_twice_is_text_once() -> None:
+    parsed = every_way("<tool_call>" + call("ping"), PING)
+    assert (parsed.content, arguments(parsed)) == ("<tool_call>", [("ping", {})])
 
 
 @pytest.mark.parametrize("raw", ["<tool_call></tool_call>", "<tool_call> <arg_key>x</arg_key>", "<tool_call>"])
