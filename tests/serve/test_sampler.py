@@ -474,6 +474,19 @@ def test_an_answer_that_owes_a_form_cannot_stop_before_it(tokenizer: Tokenizer, 
     assert one.finish == Finish("stop", stop)
 
 
+def test_min_new_tokens_hold_under_a_form_that_can_go_on(tokenizer: Tokenizer, speaker: Sampler) -> None:
+    stop = tokenizer.user_id
+    for pattern, length in (("[0-9]*", 4), ("[0-9]{2}", 2)):
+        form = Constraint("regex", pattern)
+        state = state_of(speaker, [30], temperature=0, constraint=form, min_new_tokens=4)
+        logits = one_wish(speaker, stop)
+        logits[0, tokenizer.encode("7")[0]] = 5.0
+        ids: list[int] = []
+        while state.finish is None:
+            ids += speaker.choose(logits, [state])[0].ids
+        assert tokenizer.decode(id for id in ids if id != stop) == "7" * length
+
+
 def test_a_stop_id_that_is_text_ends_a_form_only_when_complete(tokenizer: Tokenizer, speaker: Sampler) -> None:
     (one,) = tokenizer.encode("1")
     form = Constraint("regex", "[0-9]{2,4}")

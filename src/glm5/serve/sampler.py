@@ -92,7 +92,8 @@ class _Phase:
 class SamplerState:
     """What the sampler knows of one answer. Make it with `Sampler.state`; preemption leaves it as it is.
 
-    `count` is how many ids the answer has, `finish` how it ended.
+    `count` is how many ids the answer has, `finish` how it ended. `histories`: counts of the answer's ids fp32 [V] and
+    whether an id is in the prompt bool [V], made when a penalty first needs them.
     """
 
     request: Request
@@ -341,16 +342,16 @@ class Sampler:
     def _penalise(self, x_RV: Tensor, block: _Block) -> None:
         state, p = block.state, block.state.params
         if state.histories is None:
-            seen_V = torch.zeros_like(x_RV[0], dtype=torch.bool)
-            seen_V[torch.tensor(state.request.input_ids, device=x_RV.device)] = True
-            state.histories = torch.zeros_like(x_RV[0]), seen_V
-        counts_V, seen_V = state.histories
+            prompt_V = torch.zeros_like(x_RV[0], dtype=torch.bool)
+            prompt_V[torch.tensor(state.request.input_ids, device=x_RV.device)] = True
+            state.histories = torch.zeros_like(x_RV[0]), prompt_V
+        counts_V, prompt_V = state.histories
         counts_RV = counts_V.repeat(block.rows, 1)
         for row in range(block.rows):
             for id in block.ahead[: block.first + row]:
                 counts_RV[row, id] += 1
         fair_RV = torch.where(x_RV > 0, x_RV / p.repetition_penalty, x_RV * p.repetition_penalty)
-        x_RV.copy_(torch.where(seen_V | (counts_RV > 0), fair_RV, x_RV))
+        x_RV.copy_(torch.where(prompt_V | (counts_RV > 0), fair_RV, x_RV))
         x_RV -= p.frequency_penalty * counts_RV + p.presence_penalty * (counts_RV > 0)
 
     def _forbid(self, x_V: Tensor, state: SamplerState, phase: _Phase, position: int) -> None:
@@ -404,9 +405,7 @@ class Sampler:
         constrained = state.constrained
         state.count += 1
         if state.histories is not None:
-            counts_V, seen_V = state.histories
-            counts_V[id] += 1
-            seen_V[id] = True
+            state.histories[0][id] += 1
         if id in state.stop_ids:  # a constraint has let it through only where the form was complete
             state.finish = Finish("stop", id)
             return 0
