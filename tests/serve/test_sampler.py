@@ -19,9 +19,10 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from glm5.serve import sampler as sampler_module
+from glm5.serve.answer import SamplerState
 from glm5.serve.grammar import GrammarCompiler
 from glm5.serve.request import Constraint, Finish, Request, SamplingParams, TokenInfo
-from glm5.serve.sampler import Chosen, Sampler, SamplerState
+from glm5.serve.sampler import Chosen, Sampler
 from glm5.text import Tokenizer
 from glm5.utils.errors import UserError
 
@@ -542,21 +543,24 @@ def test_one_text_under_a_form_whatever_the_drafts(tokenizer: Tokenizer, speaker
         assert plain == generate(speaker, requests, toy, limit=60, drafts=drafts, shuffle=drafts)
 
 
-def test_a_form_that_becomes_too_much_ends_the_answer_alone(tokenizer: Tokenizer) -> None:
+@pytest.mark.parametrize("extra", [{"temperature": 0}, {"seed": 1, "top_p": 0.5, "logprobs": 1}])
+def test_a_form_that_becomes_too_much_ends_the_answer_alone(tokenizer: Tokenizer, extra: dict[str, Any]) -> None:
     sampler = Sampler(tokenizer.vocab_size, tokenizer.stop_ids, tokenizer)
     sampler._compiler = GrammarCompiler(tokenizer)
     sampler._compiler._limits = llguidance.LLParserLimits(step_max_items=20, verbose_errors=False)
     form = Constraint("ebnf", 'root ::= (root "a" | "a" root | "a")')
-    states = [state_of(sampler, temperature=0, constraint=form), state_of(sampler, temperature=0)]
-    rows = one_wish(sampler, tokenizer.encode("a")[0]).repeat(2, 1)
+    states = [state_of(sampler, constraint=form, **extra), state_of(sampler, **extra)]
+    rows = one_wish(sampler, tokenizer.encode("a")[0]).repeat(2, 1) * 3
     for _ in range(30):
         if states[0].finish is not None:
             break
         chosen = sampler.choose(rows, states)
     assert states[0].finish is not None
     assert states[0].finish.type == "error"
-    assert "limit" in states[0].finish.message or "complex" in states[0].finish.message
+    assert states[0].finish.message.startswith(sampler_module.NOTHING_LEFT)
+    assert "limit" in states[0].finish.message
     assert chosen[1].finish is None
+    assert tokenizer.decode(chosen[1].ids) == "a"
 
 
 def test_what_needs_a_tokenizer_says_so() -> None:

@@ -12,21 +12,22 @@ distribution q with the noise of the same position; a draft is then right with a
 rejection sampling reaches 1 - d, but what it says depends on the drafts. Source: report section 2.1 (MTP); Daliri et
 al., 2025, "Coupling without communication and drafter-invariant speculative decoding".
 
-Read next: `race`, `grammar`, `stops`.
+Read next: `answer`, `race`, `grammar`, `stops`.
 """
 
 from __future__ import annotations
 
 import secrets
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 from itertools import islice
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from glm5.serve.grammar import Grammar, GrammarCompiler, Matcher
+from glm5.serve.answer import Marks, Phase, SamplerState
+from glm5.serve.grammar import Grammar, GrammarCompiler
 from glm5.serve.race import figures, noise_key, race, truncates
 from glm5.serve.request import Constraint, Finish, Request, SamplingParams, TokenInfo
 from glm5.serve.stops import StopMatcher
@@ -34,7 +35,6 @@ from glm5.text.tokenizer import Tokenizer
 from glm5.utils.errors import UserError
 
 ROWS_AT_ONCE = 128  # bounds the memory of a step; rows do not see each other
-ROLES = frozenset({"<|system|>", "<|user|>", "<|assistant|>", "<|observation|>", "<|endoftext|>"})
 NOT_FINITE = "the logits have a NaN or no finite value"
 NOTHING_LEFT = "no id may follow"
 
@@ -54,85 +54,6 @@ class Chosen:
     accepted: int = 0
     finish: Finish | None = None
     trim: int = 0
-
-
-class _Marks:
-    """Ids of the special tokens that matter here; None where the tokenizer lacks one."""
-
-    def __init__(self, special: Mapping[str, int]) -> None:
-        self.think, self.end_think = special.get("<think>"), special.get("</think>")
-        self.tool_call = special.get("<tool_call>")
-        self.roles = {id for token, id in special.items() if token in ROLES}
-
-    def open_thinking(self, ids: Sequence[int]) -> bool:
-        """Whether a prompt leaves a thinking block open: its last mark is `<think>`."""
-        marks = self.roles | {self.think, self.end_think}
-        return self.think is not None and next((id for id in reversed(ids) if id in marks), None) == self.think
-
-
-@dataclass(frozen=True)
-class _Phase:
-    """Where an answer is between its marks. `waiting`: its constraint begins after this thinking block."""
-
-    thinking: bool
-    waiting: bool = False
-    spent: int = 0
-
-    def after(self, id: int, marks: _Marks) -> _Phase:
-        if self.thinking:
-            closes = id in (
-                marks.end_think,
-                marks.tool_call,
-            )  # a call ends the thinking, as the parser of answers has it
-            return _Phase(False) if closes else replace(self, spent=self.spent + 1)
-        return replace(self, thinking=True, spent=0) if id == marks.think else self
-
-
-@dataclass(eq=False)
-class SamplerState:
-    """What the sampler knows of one answer. Make it with `Sampler.state`; preemption leaves it as it is.
-
-    `count` is how many ids the answer has, `finish` how it ended. `histories`: counts of the answer's ids fp32 [V] and
-    whether an id is in the prompt bool [V], made when a penalty first needs them.
-    """
-
-    request: Request
-    index: int
-    limit: int
-    stop_ids: frozenset[int]
-    seed: int
-    phase: _Phase
-    matcher: Matcher | None
-    stops: StopMatcher | None
-    count: int = 0
-    finish: Finish | None = None
-    histories: tuple[Tensor, Tensor] | None = field(default=None, repr=False)
-
-    @property
-    def params(self) -> SamplingParams:
-        return self.request.params
-
-    @property
-    def constrained(self) -> bool:
-        return self.matcher is not None and not self.phase.waiting
-
-    @property
-    def penalised(self) -> bool:
-        p = self.params
-        return bool(p.frequency_penalty or p.presence_penalty or p.repetition_penalty != 1)
-
-    @property
-    def unbounded(self) -> bool:
-        """Any id may come next."""
-        p = self.params
-        return self.matcher is None and p.thinking_budget is None and self.count >= p.min_new_tokens
-
-    @property
-    def plain(self) -> bool:
-        """The next id is that of the largest logit, and nobody asks more."""
-        p = self.params
-        asked = p.logprobs is not None or p.kept_set
-        return p.temperature == 0 and not asked and not p.logit_bias and not self.penalised and self.unbounded
 
 
 @dataclass(frozen=True)
@@ -169,7 +90,7 @@ class Sampler:
 
     def __init__(self, vocab_size: int, eos_ids: Sequence[int], tokenizer: Tokenizer | None = None) -> None:
         self.vocab_size, self.eos_ids, self.tokenizer = vocab_size, tuple(eos_ids), tokenizer
-        self._marks = _Marks(tokenizer.special if tokenizer is not None else {})
+        self._marks = Marks(tokenizer.special if tokenizer is not None else {})
         self._compiler: GrammarCompiler | None = None
 
     # ------------------------------------------------------------------------------------------ before the first id
@@ -203,7 +124,7 @@ class Sampler:
             limit,
             stop_ids=frozenset((*(() if p.ignore_eos else self.eos_ids), *p.stop_token_ids)),
             seed=p.seed if p.seed is not None else secrets.randbits(63),
-            phase=_Phase(thinking, waiting),
+            phase=Phase(thinking, waiting),
             matcher=self._grammar(p.constraint).matcher() if p.constraint is not None else None,
             stops=StopMatcher(p.stop) if p.stop else None,
         )
@@ -287,15 +208,16 @@ class Sampler:
             params += [state.params] * block.rows
             if state.params.temperature > 0:
                 keys += [noise_key(state.seed, state.index, position + row) for row in range(block.rows)]
+        open_N = x_NV.amax(-1) > -torch.inf
+        x_NV.masked_fill_(~open_N[:, None], 0.0)
         best_N, id_N = x_NV.max(-1)
-        open_N = best_N.isfinite()
 
         sampled = [row for row, p in enumerate(params) if p.temperature > 0]
         wanted = [row for row, p in enumerate(params) if with_figures and (p.logprobs is not None or p.kept_set)]
         if sampled or wanted:
             # Subtracting first keeps tiny temperatures from overflowing to inf - inf, the bound from dividing 0 by 0.
             heat_N = x_NV.new_tensor([max(p.temperature, 1e-30) if p.temperature > 0 else 1.0 for p in params])
-            x_NV = ((x_NV - best_N.nan_to_num(neginf=0.0)[:, None]) / heat_N[:, None]).log_softmax(-1)
+            x_NV = ((x_NV - best_N[:, None]) / heat_N[:, None]).log_softmax(-1)
         sets: dict[int, tuple[int, ...]] = {}
         if sampled:
             id_N[sampled], keep_SV = race(x_NV[sampled].exp(), [params[row] for row in sampled], keys)
@@ -354,7 +276,7 @@ class Sampler:
         x_RV.copy_(torch.where(prompt_V | (counts_RV > 0), fair_RV, x_RV))
         x_RV -= p.frequency_penalty * counts_RV + p.presence_penalty * (counts_RV > 0)
 
-    def _forbid(self, x_V: Tensor, state: SamplerState, phase: _Phase, position: int) -> None:
+    def _forbid(self, x_V: Tensor, state: SamplerState, phase: Phase, position: int) -> None:
         """Leave what may stand at one position."""
         p, stops = state.params, list(state.stop_ids)
         early = position < p.min_new_tokens
