@@ -20,7 +20,7 @@ from glm5.serve.client import Stream
 from glm5.serve.http.bodies import Body, Name, stops
 from glm5.serve.http.conversation import Conversation, Reply, Thinking, ToolChoice, follow, prepare, replies_to
 from glm5.serve.http.errors import AnthropicErrorAnswer, ApiError, Json
-from glm5.serve.http.server import EventStream, Server, event, new_id, unless_gone
+from glm5.serve.http.server import STREAMED, EventStream, Server, event, new_id, unless_gone
 from glm5.text.messages import Message, Tool, ToolCall, messages_from_openai, tools_from_openai
 from glm5.text.parser import CallArguments, CallEnd, CallStart, Content, Event, Reasoning, fold
 
@@ -203,7 +203,7 @@ def routes(server: Server) -> APIRouter:
     }
     router = APIRouter(responses=errors)
 
-    @router.post("/v1/messages")
+    @router.post("/v1/messages", responses=STREAMED)
     async def messages(body: MessagesBody, http: HttpRequest) -> Response:
         """Answer a conversation."""
         model = server.check_model(body.model)

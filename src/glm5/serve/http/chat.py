@@ -19,7 +19,7 @@ from glm5.serve.http.answers import finish_fields
 from glm5.serve.http.bodies import Body, Name, ResponseFormat, SamplingFields, StreamOptions, agreed, format_constraint
 from glm5.serve.http.conversation import Conversation, Reply, Thinking, ToolChoice, follow, prepare, replies_to, usage
 from glm5.serve.http.errors import ApiError, Json
-from glm5.serve.http.server import DONE, EventStream, Server, event, new_id, unless_gone
+from glm5.serve.http.server import DONE, STREAMED, EventStream, Server, event, new_id, unless_gone
 from glm5.text.messages import messages_from_openai, tools_from_openai
 from glm5.text.parser import CallArguments, CallStart, Content, Event, Reasoning, fold
 
@@ -133,7 +133,7 @@ def routes(server: Server) -> APIRouter:
     """The routes of this page."""
     router = APIRouter()
 
-    @router.post("/v1/chat/completions")
+    @router.post("/v1/chat/completions", responses=STREAMED)
     async def chat_completions(body: ChatBody, http: HttpRequest) -> Response:
         """Answer a conversation."""
         model = server.check_model(body.model)

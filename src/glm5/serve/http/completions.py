@@ -29,7 +29,18 @@ from glm5.serve.http.bodies import (
     only,
 )
 from glm5.serve.http.errors import ApiError, Json
-from glm5.serve.http.server import DONE, EventStream, Server, close_all, event, merged, new_id, start_all, unless_gone
+from glm5.serve.http.server import (
+    DONE,
+    STREAMED,
+    EventStream,
+    Server,
+    close_all,
+    event,
+    merged,
+    new_id,
+    start_all,
+    unless_gone,
+)
 from glm5.serve.request import Request, SamplingParams
 from glm5.text.stream import StreamDecoder
 
@@ -97,7 +108,7 @@ def routes(server: Server) -> APIRouter:
     """The routes of this page."""
     router = APIRouter()
 
-    @router.post("/v1/completions")
+    @router.post("/v1/completions", responses=STREAMED)
     async def completions(body: CompletionBody, http: HttpRequest) -> Response:
         """Continue a text."""
         requests = _requests(server, body)

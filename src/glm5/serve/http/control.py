@@ -125,7 +125,7 @@ def routes(server: Server) -> APIRouter:
     async def health() -> Response:
         """200 while requests are accepted; 503 while starting, draining, or after a failure."""
         server.check_ready()
-        return Response()
+        return Json({"status": "ok"})
 
     @router.get("/health_generate")
     async def health_generate() -> Response:
@@ -133,12 +133,12 @@ def routes(server: Server) -> APIRouter:
         server.check_ready()
         if not await backend.probe(server.options.probe_timeout_s):
             raise ApiError(503, f"no step within {server.options.probe_timeout_s:g} s", code="stuck")
-        return Response()
+        return Json({"status": "ok"})
 
     # ------------------------------------------------------------------------------------------------ requests
-    @router.get("/flush_cache")
-    @router.post("/flush_cache", include_in_schema=False)
-    @router.post("/reset_prefix_cache")
+    @router.get("/flush_cache", response_class=PlainTextResponse)
+    @router.post("/flush_cache", response_class=PlainTextResponse)
+    @router.post("/reset_prefix_cache", response_class=PlainTextResponse)
     async def flush_cache() -> Response:
         """Forget every cached prefix; 400 while requests run."""
         if not await backend.flush():
@@ -300,7 +300,7 @@ def routes(server: Server) -> APIRouter:
         """The version of glm5."""
         return Json({"version": glm5.__version__})
 
-    @router.get("/metrics")
+    @router.get("/metrics", response_class=PlainTextResponse)
     async def metrics() -> Response:
         """Prometheus' text."""
         return Response(server.metrics.text(), media_type="text/plain; version=0.0.4; charset=utf-8")

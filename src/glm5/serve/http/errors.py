@@ -120,7 +120,9 @@ def body_of(error: ApiError, path: str) -> dict[str, Any]:
 def response_of(error: Exception, path: str) -> Json:
     """The error as a response."""
     told = as_api_error(error)
-    headers = {"Retry-After": "1"} if told.status in (429, 503) else None
+    headers = dict(error.headers or {}) if isinstance(error, HTTPException) else {}  # such as the methods allowed
+    if told.status in (429, 503):
+        headers["Retry-After"] = "1"
     return Json(body_of(told, path), told.status, headers=headers)
 
 

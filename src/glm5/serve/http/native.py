@@ -22,7 +22,18 @@ from glm5.serve.http.answers import Answer, logprob
 from glm5.serve.http.bodies import MAX_BATCH, Body, Id, Name, SamplingFields, agreed, only
 from glm5.serve.http.errors import ApiError, Json
 from glm5.serve.http.logprobs import token_text
-from glm5.serve.http.server import DONE, EventStream, Server, close_all, event, merged, new_id, start_all, unless_gone
+from glm5.serve.http.server import (
+    DONE,
+    STREAMED,
+    EventStream,
+    Server,
+    close_all,
+    event,
+    merged,
+    new_id,
+    start_all,
+    unless_gone,
+)
 from glm5.serve.request import Delta, Request, SamplingParams
 from glm5.text.stream import StreamDecoder
 
@@ -184,8 +195,8 @@ def routes(server: Server) -> APIRouter:
     """The routes of this page."""
     router = APIRouter()
 
-    @router.put("/generate", include_in_schema=False)
-    @router.post("/generate")
+    @router.put("/generate", responses=STREAMED)
+    @router.post("/generate", responses=STREAMED)
     async def generate(body: GenerateBody, http: HttpRequest) -> Response:
         """Continue ids or text."""
         _refuse(body)

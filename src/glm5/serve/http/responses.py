@@ -21,7 +21,7 @@ from glm5.serve.http.bodies import Body, JsonSchemaFormat, Name, ResponseFormat,
 from glm5.serve.http.chat import Effort
 from glm5.serve.http.conversation import Conversation, Reply, Thinking, ToolChoice, follow, prepare, replies_to, usage
 from glm5.serve.http.errors import ApiError, Json, as_api_error
-from glm5.serve.http.server import EventStream, Server, event, new_id, unless_gone
+from glm5.serve.http.server import STREAMED, EventStream, Server, event, new_id, unless_gone
 from glm5.text.messages import messages_from_openai, tools_from_openai
 from glm5.text.parser import CallArguments, CallEnd, CallStart, Content, Event, Reasoning
 
@@ -264,7 +264,7 @@ def routes(server: Server) -> APIRouter:
             raise ApiError(404, f"there is no response {id[:100]!r} (the last {KEPT} are kept)", code="not_found")
         return kept[id]
 
-    @router.post("/v1/responses")
+    @router.post("/v1/responses", responses=STREAMED)
     async def responses(body: ResponsesBody, http: HttpRequest) -> Response:
         """Answer a conversation of items."""
         model = server.check_model(body.model)

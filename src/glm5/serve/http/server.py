@@ -231,6 +231,8 @@ def event(data: dict[str, Any], name: str | None = None) -> bytes:
     return head + b"data: " + dumps(data) + b"\n\n"
 
 
+# For the OpenAPI document: what a route that can stream answers.
+STREAMED: dict[int | str, dict[str, Any]] = {200: {"content": {"text/event-stream": {"schema": {"type": "string"}}}}}
 DONE = b"data: [DONE]\n\n"
 
 
