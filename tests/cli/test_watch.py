@@ -114,10 +114,10 @@ def test_status_of_a_finished_and_a_new_run(here: Path, capsys: pytest.CaptureFi
 @pytest.mark.parametrize(
     ("argv", "what", "mend"),
     [
-        (["runs/nope"], "there is no run in runs/nope", "Choose one of: runs/demo."),
-        (["runs/demo", "--metric", "accuracy"], "no metric 'accuracy'", "It has: loss, grad_norm, load.a.0, load.a.1."),
-        (["runs/demo", "--height", "0"], "--height 0", "Correct"),
-        (["runs/demo", "--every", "0"], "--every 0", "Correct"),
+        (["runs/nope"], "there is no run in runs/nope", "Choose one of: runs/demo"),
+        (["runs/demo", "--metric", "accuracy"], "no metric 'accuracy'", "It has: loss, grad_norm, load.a.0, load.a.1"),
+        (["runs/demo", "--height", "0"], "height=0: must be positive", ""),
+        (["runs/demo", "--every", "0"], "every=0.0: must be positive", ""),
         (["runs/demo", "--colour"], "--colour", "glm5 watch --help"),
     ],
 )

@@ -155,7 +155,7 @@ def test_precision_follows_the_configuration(capsys: pytest.CaptureFixture[str])
         ("--fit h200 --only exact", "--only"),
         ("--fit h999", "h100, h200"),
         ("--fit h200 --tp 7", "num_attention_heads=64"),
-        ("--fit h200 --context 300000", "from 1 to 202752"),
+        ("--fit h200 --context 300000", "context=300000: must lie in [1, 202752]"),
         ("--context 0", "context=0"),
         ("--fit h200 --training --dtype fp8", "--dtype bf16"),
     ],

@@ -19,7 +19,7 @@ import torch
 from safetensors import safe_open
 
 from glm5.train.checkpoint import _DTYPES, CheckpointStore
-from glm5.utils.errors import CheckpointError
+from glm5.utils.errors import CheckpointError, ConfigError
 
 Fault = Callable[..., AbstractContextManager[None]]
 VICTIM = Path(__file__).with_name("saving_victim.py")
@@ -70,7 +70,7 @@ def test_empty_store(tmp_path: Path) -> None:
     assert store.load_newest() is None
     with pytest.raises(CheckpointError, match="none"):
         store.load(1)
-    with pytest.raises(CheckpointError, match="keep=0"):
+    with pytest.raises(ConfigError, match="keep=0"):
         CheckpointStore(tmp_path, keep=0)
 
 

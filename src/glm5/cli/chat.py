@@ -20,7 +20,7 @@ import tyro
 
 from glm5.utils.config_io import parse
 from glm5.utils.devices import resolve_device
-from glm5.utils.errors import UserError
+from glm5.utils.errors import ConfigError, UserError
 
 if TYPE_CHECKING:
     from glm5.model.glm5 import GLM5
@@ -145,13 +145,13 @@ class Conversation:
 
         Sampling(new.temperature, new.top_p, new.top_k, new.min_p)
         if new.max_new_tokens < 1:
-            raise UserError(f"max_new_tokens={new.max_new_tokens}", "must be at least 1")
+            raise ConfigError("max_new_tokens", new.max_new_tokens, "must be at least 1")
         if new.seed is not None and not -(2**63) <= new.seed < 2**64:
-            raise UserError(f"seed={new.seed}", "must be an integer of 64 bits")
+            raise ConfigError("seed", new.seed, "must be an integer of 64 bits")
         if new.speculate < 0:
-            raise UserError(f"speculate={new.speculate}", "must be at least 0")
+            raise ConfigError("speculate", new.speculate, "must be at least 0")
         if new.speculate and not self.model.config.num_nextn_predict_layers:
-            raise UserError(f"speculate={new.speculate}: this model has no MTP block to draft with", "Leave it at 0")
+            raise ConfigError("speculate", new.speculate, "this model has no MTP block to draft with: give 0")
         self._settings = new
 
     @property

@@ -99,14 +99,12 @@ def run(options: LedgerOptions) -> int:
     config = _config(options)
     most = config.max_position_embeddings
     if options.context is not None and not 1 <= options.context <= most:
-        raise UserError(
-            f"context={options.context} is outside this model's positions", f"Give --context from 1 to {most}."
-        )
+        raise ConfigError("context", options.context, f"must lie in [1, {most}], this model's positions")
     if options.fit is None:
         _reject_planning_options(options)
         return _show_ledger(config, options)
     if options.only is not None:
-        raise UserError("--only picks rows of the ledger, which --fit does not print", "Leave one of them out.")
+        raise UserError("--only picks rows of the ledger, which --fit does not print", "Leave one of them out")
     return _show_plan(config, options)
 
 
@@ -125,7 +123,7 @@ def _reject_planning_options(options: LedgerOptions) -> None:
     defaults = {f.name: f.default for f in fields(options)}
     given = [f"--{n.replace('_', '-')}" for n in _PLANNING if getattr(options, n) != defaults[n]]
     if given:
-        raise UserError(f"{', '.join(given)}: only for a plan, which needs a device", "Add --fit DEVICE.")
+        raise UserError(f"{', '.join(given)}: only for a plan, which needs a device", "Add --fit DEVICE")
 
 
 # --------------------------------------------------------------------------- the ledger

@@ -98,7 +98,7 @@ def _run(arguments: list[str]) -> int:
         return 0
     if name not in COMMANDS:
         near = difflib.get_close_matches(name, COMMANDS, n=1)
-        mend = f"Did you mean `glm5 {near[0]}`?" if near else f"There are: {', '.join(COMMANDS)}."
+        mend = f"Did you mean `glm5 {near[0]}`?" if near else f"There are: {', '.join(COMMANDS)}"
         raise UserError(f"no command {name!r}", mend)
     return int(importlib.import_module(COMMANDS[name].module).main(rest) or 0)
 

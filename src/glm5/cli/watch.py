@@ -22,7 +22,7 @@ from rich.live import Live
 from rich.text import Text
 
 from glm5.utils.config_io import parse
-from glm5.utils.errors import UserError
+from glm5.utils.errors import ConfigError, UserError
 from glm5.utils.plots import format_number
 from glm5.utils.progress import format_seconds
 from glm5.utils.runlog import METRICS, MetricsReader, find_runs, flatten, run_status
@@ -58,9 +58,11 @@ def watch(options: WatchOptions) -> int:
 
     Raises:
         UserError: there is no such run (it lists those that are there), or it has no such metric.
+        ConfigError: an option is out of range.
     """
-    if options.height < 1 or not options.every > 0:
-        raise UserError(f"--height {options.height} --every {options.every}: both must be positive", "Correct them.")
+    for name in ("height", "every"):
+        if not getattr(options, name) > 0:
+            raise ConfigError(name, getattr(options, name), "must be positive")
     run = _find(options.run)
     reader = MetricsReader(run)
     console = Console(highlight=False)
@@ -86,7 +88,7 @@ def _find(name: str) -> Path:
     if inside:
         return inside[0]
     there = ", ".join(map(str, find_runs()[:12]))
-    mend = f"Choose one of: {there}." if there else "Start one with `glm5 demo` or `glm5 pretrain`."
+    mend = f"Choose one of: {there}" if there else "Start one with `glm5 demo` or `glm5 pretrain`"
     raise UserError(f"there is no run in {name or 'runs'}", mend)
 
 
@@ -119,7 +121,7 @@ def _choose(records: Sequence[dict[str, float]], asked: Sequence[str]) -> list[s
     for part in asked:
         found = [part] if part in names else [n for n in names if part in n]
         if not found:
-            raise UserError(f"the run has no metric {part!r}", f"It has: {', '.join(names) or 'none'}.")
+            raise UserError(f"the run has no metric {part!r}", f"It has: {', '.join(names) or 'none'}")
         chosen += [n for n in found if n not in chosen]
     return chosen
 

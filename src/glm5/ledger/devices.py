@@ -60,6 +60,6 @@ def device(name: str) -> Device:
         except ValueError:
             gb = 0.0
         if not 0 < gb < 1e6:
-            raise UserError(f"device {name!r} has no memory size", "Write cpu:NN with NN in GB, for example cpu:32.")
+            raise UserError(f"device {name!r} has no memory size", "Write cpu:NN with NN in GB, for example cpu:32")
         return Device(key, int(gb * _GB))
-    raise UserError(f"unknown device {name!r}", f"Choose one of {', '.join(DEVICES)}, or cpu:NN with NN in GB.")
+    raise UserError(f"unknown device {name!r}", f"Choose one of {', '.join(DEVICES)}, or cpu:NN with NN in GB")

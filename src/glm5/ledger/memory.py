@@ -128,13 +128,13 @@ class Layout:
         for name in ("tp", "ep", "pp", "cp", "dp"):
             value = getattr(self, name)
             if value < 1:
-                raise LayoutError(f"{name}={value} is not a number of parts", f"Give --{name} at least 1.")
+                raise LayoutError(f"{name}={value} is not a number of parts", f"Give --{name} at least 1")
         self._check_tp(config)
         experts = config.n_routed_experts
         has_moe = "sparse" in config.layer_types or config.num_nextn_predict_layers > 0
         ranks = self.tp * self.cp * self.dp
         if self.ep > 1 and not has_moe:
-            raise LayoutError(f"ep={self.ep}, but this model has no MoE layer", "Leave --ep at 1.")
+            raise LayoutError(f"ep={self.ep}, but this model has no MoE layer", "Leave --ep at 1")
         if self.ep > 1 and experts % self.ep:
             raise LayoutError(
                 f"ep={self.ep} does not divide n_routed_experts={experts}", _choices("ep", experts, ranks)
@@ -164,7 +164,7 @@ class Layout:
         if self.expert_tp > 1 and config.moe_intermediate_size % self.expert_tp:
             raise LayoutError(
                 f"tp / ep = {self.expert_tp} does not divide moe_intermediate_size={config.moe_intermediate_size}",
-                f"Raise --ep to {self.tp}, or lower --tp.",
+                f"Raise --ep to {self.tp}, or lower --tp",
             )
         groups = config.num_key_value_heads
         if config.attention == "gqa" and groups % self.tp and self.tp % groups:

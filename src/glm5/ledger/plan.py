@@ -299,7 +299,7 @@ def _on_adamw(tensor: Tensor) -> bool:
 def _check(config: ModelConfig, layout: Layout, work: Work, utilization: float) -> None:
     layout.check(config)
     if not 0 < utilization <= 1:
-        raise UserError(f"utilization={utilization} is not a share", "Give --utilization in (0, 1], for example 0.9.")
+        raise UserError(f"utilization={utilization} is not a share", "Give --utilization in (0, 1], for example 0.9")
     for name in ("batch", "context", "chunk", "mtp_depths"):
         if getattr(work, name) < 1:
             raise UserError(
@@ -315,12 +315,12 @@ def _check(config: ModelConfig, layout: Layout, work: Work, utilization: float) 
     if work.context > config.max_position_embeddings:
         raise UserError(
             f"context={work.context} is past max_position_embeddings={config.max_position_embeddings}",
-            "Lower --context, or name a configuration with more positions.",
+            "Lower --context, or name a configuration with more positions",
         )
     if work.training and work.precision not in ("bf16", "fp32"):
         raise UserError(
             f"dtype={work.precision} cannot train: gradients need bf16 or fp32 weights",
-            "Give --dtype bf16 with --training.",
+            "Give --dtype bf16 with --training",
         )
 
 

@@ -25,7 +25,7 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from glm5.utils.errors import CheckpointError, FileError
+from glm5.utils.errors import CheckpointError, ConfigError, FileError
 from glm5.utils.files import exclusive, file_errors, fsync_directory, make_directory, require_space
 
 FORMAT = 1
@@ -85,7 +85,7 @@ class CheckpointStore:
 
     def __init__(self, directory: str | Path, keep: int = 3) -> None:
         if keep < 1:
-            raise CheckpointError(f"keep={keep}: at least one checkpoint must be kept", "Give keep of 1 or more.")
+            raise ConfigError("keep", keep, "must be at least 1")
         self.directory, self.keep = Path(directory), keep
 
     def list(self) -> list[Path]:
@@ -171,7 +171,7 @@ class CheckpointStore:
             else:
                 raise CheckpointError(
                     f"{self.directory} holds {path.name}, which is later than step {step}",
-                    "Resume from it, remove it, or choose another directory for this run.",
+                    "Resume from it, remove it, or choose another directory for this run",
                 )
 
     def _prune(self, newest: Path) -> None:
@@ -190,7 +190,7 @@ class CheckpointStore:
             except OSError as e:
                 raise CheckpointError(
                     f"{newest.name} was saved, but the old {path} cannot be removed: {e.strerror}",
-                    "Remove it yourself, before the disk fills up.",
+                    "Remove it yourself, before the disk fills up",
                 ) from e
 
     # ------------------------------------------------------------------ loading
@@ -219,7 +219,7 @@ class CheckpointStore:
         if warnings:
             raise CheckpointError(
                 f"no whole checkpoint is left in {self.directory}: {'; '.join(warnings)}",
-                "Restore one from a copy, or choose another directory to start again.",
+                "Restore one from a copy, or choose another directory to start again",
             )
         return None
 
@@ -232,11 +232,11 @@ class CheckpointStore:
         paths = [path for path in self.list() if _order(path.name)[0] == step]
         if not paths:
             steps = ", ".join(str(_order(p.name)[0]) for p in self.list()) or "none"
-            raise CheckpointError(f"no checkpoint of step {step} in {self.directory}", f"There are: {steps}.")
+            raise CheckpointError(f"no checkpoint of step {step} in {self.directory}", f"There are: {steps}")
         try:
             return _read(paths[-1], device)
         except _Damage as damage:
-            raise CheckpointError(f"{paths[-1]} is damaged: {damage}", "Use another step, or a copy.") from None
+            raise CheckpointError(f"{paths[-1]} is damaged: {damage}", "Use another step, or a copy") from None
 
 
 # --------------------------------------------------------------------------- one checkpoint's files
@@ -314,7 +314,7 @@ def _as_damage(path: Path, e: OSError) -> Exception:
         return _Damage(f"{path.name} is missing")
     if e.errno == errno.EIO:
         return _Damage(f"{path.name} cannot be read from the disk")
-    return CheckpointError(f"cannot read {path}: {e.strerror}", "Change its permissions.")
+    return CheckpointError(f"cannot read {path}: {e.strerror}", "Change its permissions")
 
 
 def _manifest(path: Path) -> dict[str, Any]:
@@ -343,7 +343,7 @@ def _verify(path: Path) -> dict[str, Any]:
     if manifest["format"] != FORMAT:
         raise CheckpointError(
             f"{path} has checkpoint format {manifest['format']}, and this version reads {FORMAT}",
-            "Use the version of glm5 that wrote it.",
+            "Use the version of glm5 that wrote it",
         )
     for name, expected in manifest["files"].items():
         try:

@@ -255,7 +255,7 @@ class MuonSplit(torch.optim.Optimizer):
         if wrong:
             raise CheckpointError(
                 f"optimizer state does not fit: {'; '.join(wrong)}",
-                "resume with the model, the precision and the trainable parameters that it was saved with",
+                "Resume with the model, the precision and the trainable parameters that it was saved with",
             )
         self.state.clear()
         for p, found in state.items():
@@ -272,7 +272,7 @@ class MuonSplit(torch.optim.Optimizer):
         if [g["param_names"] for g in saved] != [g["param_names"] for g in own]:
             raise CheckpointError(
                 "optimizer state does not fit: its parameter groups hold other parameters",
-                "resume with the model and the trainable parameters that it was saved with",
+                "Resume with the model and the trainable parameters that it was saved with",
             )
         index_to_name = {i: n for g in saved for i, n in zip(g["params"], g["param_names"], strict=True)}
         self.load_named_state(
@@ -336,7 +336,7 @@ def clip_grad_norm(named_parameters: Iterable[tuple[str, nn.Parameter]], max_nor
     if not math.isfinite(norm):
         bad = first_nonfinite(named)
         what = f"gradient of {bad} is not finite" if bad else f"gradient norm {norm} overflows fp32"
-        raise NumericalError(what, "lower the learning rate, or look at the batch of this step")
+        raise NumericalError(what, "Lower the learning rate, or look at the batch of this step")
     if norm > max_norm:
         torch._foreach_mul_(grads, max_norm / norm)
     return norm

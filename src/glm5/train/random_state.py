@@ -80,13 +80,13 @@ def restore_random_state(
     if saved != set(generators):
         raise CheckpointError(
             f"the checkpoint holds the random generators {sorted(saved)}, and this run has {sorted(generators)}",
-            "Resume with the same kind of run that saved it.",
+            "Resume with the same kind of run that saved it",
         )
     cuda = sorted(n for n in tensors if n.startswith("torch.cuda."))
     if len(cuda) > torch.cuda.device_count():
         raise CheckpointError(
             f"the checkpoint has random states of {len(cuda)} CUDA devices; here are {torch.cuda.device_count()}",
-            "Resume on as many devices. (Its weights can be loaded anywhere.)",
+            "Resume on as many devices; the weights alone can be loaded anywhere",
         )
     torch.set_rng_state(tensors["torch.cpu"].cpu())
     for name in cuda:

@@ -117,7 +117,7 @@ def parameter_roles(model: nn.Module, config: ModelConfig, *, split_heads: bool 
     if unknown:
         raise UserError(
             f"no optimizer role for {len(unknown)} parameters: {', '.join(unknown)}",
-            "add their names to the table in glm5.train.roles",
+            "Add their names to the table in glm5.train.roles",
         )
     return roles
 

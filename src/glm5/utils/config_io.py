@@ -231,7 +231,7 @@ def parse(
     except SystemExit as e:
         if e.code in (0, None):
             raise
-        raise UserError(_plain(complaint.getvalue()), f"See `{prog or 'the command'} --help`.") from None
+        raise UserError(_plain(complaint.getvalue()), f"See `{prog or 'the command'} --help`") from None
 
 
 def _split_config(argv: Sequence[str]) -> tuple[list[str], str | None]:
@@ -243,14 +243,14 @@ def _split_config(argv: Sequence[str]) -> tuple[list[str], str | None]:
         if argument == "--config":
             path = next(arguments, None)
             if path is None:
-                raise UserError("--config needs a file", "Give the config.json of a run.")
+                raise UserError("--config needs a file", "Give the config.json of a run")
             paths.append(path)
         elif argument.startswith("--config="):
             paths.append(argument.removeprefix("--config="))
         else:
             rest.append(argument)
     if len(paths) > 1:
-        raise UserError(f"--config is given {len(paths)} times", "Give one file.")
+        raise UserError(f"--config is given {len(paths)} times", "Give one file")
     return rest, paths[0] if paths else None
 
 

@@ -11,8 +11,8 @@ class UserError(Exception):
     """Something that the user can mend: a bad option, file, corpus or checkpoint.
 
     Args:
-        what: what is wrong, naming the field, file or option and its value.
-        mend: what to do about it, as an instruction.
+        what: what is wrong, naming the file, option or tensor: a clause in lower case.
+        mend: what to do about it: an instruction, without its full stop.
     """
 
     def __init__(self, what: str, mend: str = "") -> None:
@@ -21,7 +21,7 @@ class UserError(Exception):
 
 
 class ConfigError(UserError, ValueError):
-    """A configuration field breaks a rule. The message names the field, its value and the rule."""
+    """A field or option has a value that it does not allow. The message names both; the rule says what it allows."""
 
     def __init__(self, field: str, value: object, rule: str) -> None:
         self.field, self.value, self.rule = field, value, rule

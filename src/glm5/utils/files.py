@@ -25,18 +25,18 @@ from typing import Any
 from glm5.utils.errors import FileError
 
 _MENDS = {
-    errno.ENOSPC: ("the disk is full", "Free some space there, or choose a directory on another disk."),
-    errno.EDQUOT: ("your disk quota is used up", "Free some of your space, or choose another directory."),
-    errno.EFBIG: ("the file would be larger than allowed", "Raise `ulimit -f`, or choose another file system."),
-    errno.EROFS: ("the file system is read-only", "Choose a directory that can be written."),
-    errno.EACCES: ("permission denied", "Change its permissions, or choose a path that you own."),
-    errno.EPERM: ("the system does not permit it", "Change its permissions, or choose a path that you own."),
-    errno.ENOENT: ("no such file or directory", "Check the path."),
-    errno.ENOTDIR: ("a part of the path is a file, not a directory", "Check the path."),
-    errno.EISDIR: ("it is a directory, and a file is needed", "Give the path of a file."),
-    errno.EEXIST: ("it is there already", "Choose another path, or remove it."),
-    errno.EIO: ("the disk reports an error", "Check the disk, and choose another one."),
-    errno.EMFILE: ("this process has too many open files", "Raise `ulimit -n`."),
+    errno.ENOSPC: ("the disk is full", "Free some space there, or choose a directory on another disk"),
+    errno.EDQUOT: ("your disk quota is used up", "Free some of your space, or choose another directory"),
+    errno.EFBIG: ("the file would be larger than allowed", "Raise `ulimit -f`, or choose another file system"),
+    errno.EROFS: ("the file system is read-only", "Choose a directory that can be written"),
+    errno.EACCES: ("permission denied", "Change its permissions, or choose a path that you own"),
+    errno.EPERM: ("the system does not permit it", "Change its permissions, or choose a path that you own"),
+    errno.ENOENT: ("no such file or directory", "Check the path"),
+    errno.ENOTDIR: ("a part of the path is a file, not a directory", "Check the path"),
+    errno.EISDIR: ("it is a directory, and a file is needed", "Give the path of a file"),
+    errno.EEXIST: ("it is there already", "Choose another path, or remove it"),
+    errno.EIO: ("the disk reports an error", "Check the disk, and choose another one"),
+    errno.EMFILE: ("this process has too many open files", "Raise `ulimit -n`"),
 }
 
 
@@ -46,7 +46,7 @@ def file_errors(path: str | Path, doing: str) -> Iterator[None]:
     try:
         yield
     except OSError as e:
-        reason, mend = _MENDS.get(e.errno or 0, (e.strerror or str(e), "Check the path and the disk."))
+        reason, mend = _MENDS.get(e.errno or 0, (e.strerror or str(e), "Check the path and the disk"))
         raise FileError(f"cannot {doing} {path}: {reason}", mend) from e
 
 
@@ -135,7 +135,7 @@ def read_json(path: str | Path) -> Any:
     try:
         return json.loads(data.decode("utf-8"))
     except (ValueError, RecursionError) as e:  # RecursionError: brackets in brackets by the thousand
-        raise FileError(f"{path} is not valid JSON ({e})", "Correct it, or make it again.") from None
+        raise FileError(f"{path} is not valid JSON ({e})", "Correct it, or make it again") from None
 
 
 def sha256_file(path: str | Path) -> str:
@@ -154,7 +154,7 @@ def require_space(directory: str | Path, size: int) -> None:
         free = shutil.disk_usage(directory).free
     if free < size:
         what = f"cannot write to {directory}: {format_bytes(size)} needed, {format_bytes(free)} free"
-        raise FileError(what, "Free some space there, or choose a directory on another disk.")
+        raise FileError(what, "Free some space there, or choose a directory on another disk")
 
 
 def require_writable(directory: str | Path) -> Path:
@@ -189,7 +189,7 @@ def exclusive(path: str | Path, *, patience_s: float = 1.0) -> Iterator[None]:
         while not _try_lock(fd, path, fcntl.LOCK_EX):
             if time.monotonic() >= deadline:
                 what = f"another process is writing to {Path(path).parent}"
-                raise FileError(what, "Wait for it or stop it, or choose another directory.")
+                raise FileError(what, "Wait for it or stop it, or choose another directory")
             time.sleep(0.02)
         yield
     finally:

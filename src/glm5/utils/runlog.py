@@ -227,7 +227,7 @@ class MetricsReader:
                 raise TypeError
         except (ValueError, KeyError, TypeError):
             number = len(self.records) + 1
-            raise DataError(f"{self.path}, line {number}, is not a record: {line[:60]!r}", "Remove it.") from None
+            raise DataError(f"{self.path}, line {number}, is not a record: {line[:60]!r}", "Remove it") from None
         decoded = _decode(record)
         assert isinstance(decoded, dict)
         return decoded

@@ -212,6 +212,6 @@ def bits_by_context(
     if not size.all():
         raise DataError(
             f"no held-out text has tokens that see more than {edges[int(np.argmin(size)) - 1]} others",
-            "use a corpus with longer documents, or a shorter context",
+            "Use a corpus with longer documents, or a shorter context",
         )
     return (nats / math.log(2) / size).tolist()
