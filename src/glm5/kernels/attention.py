@@ -101,7 +101,8 @@ def _gathered_tile(
     rows, chosen, value = batch * queries, selected.shape[-1], v_BSV.shape[-1]
     # Where the first query already sees as many slots as are chosen, no entry is -1.
     full = visible.offset is not None and visible.offset + 1 >= chosen
-    index = selected if full else selected.clamp(min=0)
+    # Else what -1 reads, weighted with zero, must be finite: a row that the query reads anyway.
+    index = selected if full else torch.where(selected < 0, selected[..., :1], selected).clamp_(min=0)
     if batch > 1:
         index = index + torch.arange(batch, device=q.device)[:, None, None] * k_BSX.shape[1]
     index = index.flatten()

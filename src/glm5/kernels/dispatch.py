@@ -140,7 +140,7 @@ def _load_sparse_mla() -> Callable[..., Any]:
     def attend(
         q: Tensor, k: Tensor, v: Tensor, selected: Tensor, visible: Visibility, scale: float, pages: Pages | None
     ) -> Tensor:
-        rows = k[:, :, 0] if pages is None else pages.gather(k[:, :, 0], visible.slots)
+        rows = k[:, :, 0] if pages is None else pages.gather(k[:, :, 0], visible)
         return sparse_mla(q, rows, selected, value_dim=v.shape[-1], scale=scale)[0]  # without the log-sum-exp
 
     return attend
@@ -150,7 +150,7 @@ def _load_index_select() -> Callable[..., Any]:
     from glm5.kernels.cuda import index_select
 
     def select(q: Tensor, w: Tensor, keys: Tensor, visible: Visibility, k: int, pages: Pages | None) -> Tensor:
-        keys = keys[:, : visible.slots] if pages is None else pages.gather(keys, visible.slots)
+        keys = keys[:, : visible.slots] if pages is None else pages.gather(keys, visible)
         first, last = (x.to(torch.int32).contiguous() for x in (visible.first_BT, visible.last_BT))
         return index_select(q, w, keys, first, last, k)
 

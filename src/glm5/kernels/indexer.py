@@ -50,7 +50,7 @@ def index_select(
         selected: Tensor = fast(q_BTJI, w_BTJ, k_BSI, visible, k, pages)
         return selected
     if pages is not None:
-        k_BSI = pages.gather(k_BSI, visible.slots)
+        k_BSI = pages.gather(k_BSI, visible)
     width = min(k, visible.slots)
     tile = tile_of(batch * (heads + 2) * visible.slots, q_BTJI.device)
     if tile >= queries:

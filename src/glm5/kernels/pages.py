@@ -11,6 +11,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from glm5.kernels.visibility import Visibility
+
 
 @dataclass(frozen=True)
 class Pages:
@@ -19,13 +21,17 @@ class Pages:
     table_BP: Tensor
     size: int
 
-    def gather(self, pool_1RX: Tensor, slots: int) -> Tensor:
-        """The first `slots` rows of every sequence, [B, slots, X]."""
-        table = self.table_BP[:, : -(-slots // self.size)]
+    def gather(self, pool_1RX: Tensor, visible: Visibility) -> Tensor:
+        """The first `visible.slots` rows of every sequence, [B, slots, X]: zeros where none of its queries looks, since
+        what lies there, of an earlier holder, may be NaN, which a mask does not undo."""
+        table = self.table_BP[:, : -(-visible.slots // self.size)]
         paged = pool_1RX[0].view(-1, self.size * pool_1RX.shape[-1])
         batch, pages = table.shape
-        rows = paged.index_select(0, table.flatten()).view(batch, pages * self.size, -1)
-        return rows[:, :slots]
+        rows = paged.index_select(0, table.flatten()).view(batch, pages * self.size, -1)[:, : visible.slots]
+        slot_S = torch.arange(visible.slots, device=rows.device)
+        first_B1, last_B1 = visible.first_BT.amin(1, keepdim=True), visible.last_BT.amax(1, keepdim=True)
+        unseen_BS = (slot_S < first_B1) | (slot_S > last_B1)
+        return rows.masked_fill_(unseen_BS[..., None], 0.0)
 
     def rows(self, selected_BTK: Tensor) -> Tensor:
         """Rows of the pool, int64, for slots that were selected; -1 stays."""

@@ -123,7 +123,7 @@ class MLA(nn.Module):
         if part.pages is None:
             rows = rows[:, : visible.slots]
         elif selected is None or not absorbed:  # only the selected rows can be read where they lie
-            rows = part.pages.gather(rows, visible.slots)
+            rows = part.pages.gather(rows, visible)
         if absorbed:
             return self._absorbed(q_nope, q_rope, rows, visible, selected, part.pages)
         q_full = torch.cat((q_nope, q_rope), dim=-1)

@@ -87,14 +87,6 @@ class PagedCache:
                 y[:, b : b + self.size] = x[:, a : a + self.size]
         write[1][target] = read[1][source]
 
-    def clear(self, pages: Sequence[int]) -> None:
-        """Zero pages that hold a NaN: where they are masked for their next holder, they still meet a product."""
-        for page in pages:
-            for layer in self.layers:
-                for pool in layer:
-                    pool[:, page * self.size : (page + 1) * self.size] = 0
-            self.hidden[page] = 0
-
 
 @dataclass(frozen=True)
 class Run:
@@ -124,7 +116,8 @@ class PagedBatch:
         first: the first slot that has an entry: 0 in the trunk, 1 in the MTP block.
 
     Attributes:
-        offsets: where each run's rows begin in the flat batch. row_N: each row's place in a pool.
+        offsets: where each run's rows begin in the flat batch. order: the runs in the order of the batch.
+        row_N: each row's place in a pool.
         position_1N: rotary positions.
     """
 
@@ -136,6 +129,7 @@ class PagedBatch:
             members.setdefault((run.count, -1 if run.count <= GROUP_UP_TO else i), []).append(i)
         self.offsets = [0] * len(runs)
         self.groups: list[_Group] = []
+        self.order = [i for indices in members.values() for i in indices]
         at, rows, positions = 0, [], []
         for (count, _), indices in members.items():
             wide = max(-(-(runs[i].start + count) // self.size) for i in indices)

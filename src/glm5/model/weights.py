@@ -327,7 +327,7 @@ def save_model(
         raise UserError(f"max_shard_bytes={max_shard_bytes}", "must be positive")
     path = make_directory(path)
     _refuse_to_replace(path, overwrite)
-    tensors = dict(_disk_tensors(model))
+    tensors = dict(disk_tensors(model))
     new = path / ".saving"
     with file_errors(new, "write"):
         if new.exists():  # of a process that was killed
@@ -366,7 +366,7 @@ def _write_all(
     write_json(path / "config.json", config.to_dict())
 
 
-def _disk_tensors(model: GLM5) -> Iterator[tuple[str, Tensor]]:
+def disk_tensors(model: GLM5) -> Iterator[tuple[str, Tensor]]:
     """Every tensor by its public name: views, but for the router's weight, which is cast to the model's dtype."""
     for owner, tensor in model.state_dict().items():
         if owner == "lm_head.weight" and model.config.tie_word_embeddings:

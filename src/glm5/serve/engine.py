@@ -1,0 +1,308 @@
+"""The engine: prompts in, ids and log-probabilities out, many at a time, exactly. One step is one page.
+
+    plan = schedule         which tokens of which sequences run now, and what has to be copied first
+    hidden = run            MTP drafts, then one flat call of the trunk over everything
+    deltas = commit         draw, check drafts, end or go on, give pages back
+
+A greedy answer is the same cold, from cached pages, in chunks, beside strangers, preempted or with drafts, up to the
+rounding of products of another size. The engine knows ids only; text is `sampler`'s for stops and grammars, and the
+server's. Source: report section 3 (the engine of the rollouts). Read next: `scheduler`, `glm5.model.paged`,
+`speculate`, `sampler`.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from glm5.model.glm5 import GLM5
+from glm5.model.paged import PagedBatch, PagedCache, Run
+from glm5.model.speculate import SpeculationStats
+from glm5.model.weights import disk_tensors, load_model
+from glm5.serve.client import PauseMode, Stats, WeightGroup, WeightUpdate
+from glm5.serve.pages import PAGE_SIZE, PagePool
+from glm5.serve.prefix import PrefixTree
+from glm5.serve.request import Delta, Request, TokenInfo, check
+from glm5.serve.sampler import Chosen, Sampler, SamplerState
+from glm5.serve.scheduler import Item, Outcome, Plan, Scheduler, Sequence
+from glm5.serve.speculate import Drafter
+from glm5.text.tokenizer import Tokenizer
+from glm5.utils.errors import CheckpointError, ConfigError, UserError
+
+
+@dataclass(frozen=True)
+class EngineConfig:
+    """How an engine uses its machine."""
+
+    pages: int = 0
+    """Pages of 64 tokens on the device; 0 is as many as `memory_gib` holds."""
+    memory_gib: float = 1.0
+    """Of pages on the device, where `pages` is 0."""
+    host_pages: int = 0
+    """Pages in host memory, to which unused prefixes move before they are forgotten."""
+    context: int = 0
+    """Tokens of prompt and answer together; 0 is the model's maximum."""
+    drafts: int = 0
+    """Ids that the MTP block drafts per step, which changes no answer; 0 decodes plainly."""
+    max_running: int = 64
+    """Sequences at a time."""
+    max_batched_tokens: int = 4096
+    """Tokens of one step."""
+    chunk: int = 2048
+    """Tokens of one prompt in a step."""
+
+
+@dataclass
+class _Answer:
+    """What the engine keeps of a sequence: what the sampler knows, and figures of the prompt until they are told."""
+
+    state: SamplerState
+    prompt_info: list[TokenInfo | None] = field(default_factory=list)
+
+
+class Engine:
+    """See the module.
+
+    Args:
+        model: in evaluation, on its device. tokenizer: needed for stop strings and constraints only.
+
+    Raises:
+        ConfigError: a setting is out of range, or the model has what pages cannot hold.
+    """
+
+    def __init__(self, model: GLM5, config: EngineConfig | None = None, tokenizer: Tokenizer | None = None) -> None:
+        config = config or EngineConfig()
+        if config.drafts and not model.config.num_nextn_predict_layers:
+            raise ConfigError("drafts", config.drafts, "this model has no MTP block to make them")
+        longest = model.config.max_position_embeddings
+        if not 0 <= config.context <= longest:
+            raise ConfigError("context", config.context, f"must be at most max_position_embeddings={longest}")
+        self.model, self.config = model, config
+        self.context = config.context or longest
+        self.vocab_size = min(model.config.vocab_size, tokenizer.vocab_size if tokenizer else model.config.vocab_size)
+        self.speculation = SpeculationStats()
+        self._sampler = Sampler(self.vocab_size, model.config.eos_token_id, tokenizer)
+        self._answers: dict[Sequence, _Answer] = {}
+        self._version = "0"
+        self._allocate()
+
+    def _allocate(self) -> None:
+        """Pages and whoever counts them, all empty."""
+        config, device = self.config, self.model.device
+        options: dict[str, Any] = dict(draft=config.drafts > 0, device=device, dtype=self.model.dtype)
+        pages = config.pages
+        if pages == 0:
+            one = PagedCache(self.model.config, 1, size=PAGE_SIZE, **options).nbytes_per_page()
+            pages = min(int(config.memory_gib * 2**30 // one), config.max_running * -(-self.context // PAGE_SIZE))
+        if pages < 1:
+            raise ConfigError("memory_gib", config.memory_gib, "holds no page")
+        self.cache = PagedCache(self.model.config, pages, config.host_pages, size=PAGE_SIZE, **options)
+        self.pool = PagePool(pages, config.host_pages, page_size=PAGE_SIZE)
+        self.tree = PrefixTree(self.pool, version=self._version)
+        self.scheduler = Scheduler(
+            self.pool,
+            self.tree,
+            context=self.context,
+            max_running=config.max_running,
+            max_batched_tokens=config.max_batched_tokens,
+            chunk=config.chunk,
+            drafts=config.drafts,
+        )
+        self._drafter = Drafter(self.model, self.cache, self._sampler) if config.drafts else None
+
+    # ------------------------------------------------------------------ requests
+    @property
+    def has_work(self) -> bool:
+        return self.scheduler.has_work
+
+    def add(self, request: Request) -> None:
+        """Accept a request; `step` then gives its deltas.
+
+        Raises:
+            UserError: it cannot be served. The message names the field.
+        """
+        check(request, vocab_size=self.vocab_size, context=self.context)
+        self._sampler.check(request.params)
+        for sequence in self.scheduler.add(request):
+            state = self._sampler.state(request, sequence.index, sequence.limit - sequence.prompt_tokens)
+            self._answers[sequence] = _Answer(state)
+
+    def abort(self, rid: str) -> None:
+        """End a request without a word. An unknown one is no error."""
+        for sequence in self.scheduler.abort(rid):
+            self._close(sequence)
+
+    # ------------------------------------------------------------------ a step
+    @torch.inference_mode()
+    def step(self) -> list[Delta]:
+        """Schedule, run, commit. What it gave; nothing if there is nothing to do."""
+        plan = self.scheduler.plan()
+        for copy in plan.copies:
+            self.cache.copy(copy.kind, copy.source, copy.target)
+        if not plan.items:
+            return []
+        drafts, hidden = self._run(plan)
+        chosen = self._choose(plan, drafts, hidden)
+        return self._commit(plan, drafts, chosen)
+
+    def _run(self, plan: Plan) -> tuple[list[list[int]], list[Tensor]]:
+        """Drafts of each item, and the trunk's hidden states of its slots, [slots, D]."""
+        items = plan.items
+        drafts: list[list[int]] = [[] for _ in items]
+        if self._drafter is not None:
+            drafts = self._drafter.propose(items, [self._answers[item.sequence].state for item in items])
+        batch = PagedBatch(self.cache, [Run(item.pages, item.start, item.slots) for item in items])
+        ids = [i.sequence.ids[i.start : i.start + i.count] + d for i, d in zip(items, drafts, strict=True)]
+        flat = self.model.hidden(batch.flat(ids), cache=batch)[0]
+        hidden = [flat[at : at + item.slots] for at, item in zip(batch.offsets, items, strict=True)]
+        if self._drafter is not None:
+            self._drafter.follow(items, hidden)
+        return drafts, hidden
+
+    def _choose(self, plan: Plan, drafts: list[list[int]], hidden: list[Tensor]) -> dict[Sequence, Chosen]:
+        """What every answer gets: of the rows after an item's last id and after each of its drafts."""
+        answers, ahead, rows = [], [], []
+        for item, tried, hidden_TD in zip(plan.items, drafts, hidden, strict=True):
+            self._score_prompt(item, hidden_TD)
+            for answer in item.answers:
+                answers.append(answer)
+                ahead.append(tried)
+                rows.append(hidden_TD[item.count - 1 :])
+        if not answers:
+            return {}
+        logits = self.model.lm_head(torch.cat(rows))
+        chosen = self._sampler.choose(logits, [self._answers[answer].state for answer in answers], ahead)
+        return dict(zip(answers, chosen, strict=True))
+
+    def _score_prompt(self, item: Item, hidden_TD: Tensor) -> None:
+        """Log-probabilities of a prompt's ids, for whoever wants them."""
+        sequence, top = item.sequence, item.sequence.request.params.prompt_logprobs
+        if top is None or sequence.decoding or sequence.generated:
+            return
+        info = self._answers[sequence].prompt_info
+        if item.start == 0:  # also when it begins again, having been preempted
+            info[:] = [None]  # nothing comes before the first id
+        next_ids = sequence.ids[item.start + 1 : item.start + item.count + 1]
+        for at in range(0, len(next_ids), 128):  # logits of a whole chunk would be the largest tensor of all
+            part = next_ids[at : at + 128]
+            info += self._sampler.prompt_info(self.model.lm_head(hidden_TD[at : at + len(part)]), part, top)
+
+    def _commit(self, plan: Plan, drafts: list[list[int]], chosen: dict[Sequence, Chosen]) -> list[Delta]:
+        info = {item.sequence: self._answers[item.sequence].prompt_info for item in plan.items}
+        took = self.scheduler.commit(plan, {a: Outcome(c.ids, c.finish) for a, c in chosen.items()})
+        tried = {a: len(d) for item, d in zip(plan.items, drafts, strict=True) for a in item.answers}
+        whose = {a: item.sequence for item in plan.items for a in item.answers}
+        deltas = []
+        for answer in took:
+            got = chosen[answer]
+            if tried[answer]:
+                self.speculation.record(tried[answer], got.accepted)
+            deltas.append(
+                Delta(
+                    answer.request.rid,
+                    answer.index,
+                    got.ids,
+                    info=got.info,
+                    prompt_info=tuple(info[whose[answer]]) if answer.generated == len(got.ids) else (),
+                    finish=got.finish,
+                    trim=got.trim,
+                    prompt_tokens=answer.prompt_tokens,
+                    cached_tokens=answer.cached,
+                    drafted=tried[answer],
+                    accepted=got.accepted,
+                    weight_version=answer.oldest_version or self._version,
+                )
+            )
+            if got.finish is not None:
+                self._close(answer)
+        return deltas
+
+    def _close(self, sequence: Sequence) -> None:
+        self._answers.pop(sequence, None)
+        if self._drafter is not None:
+            self._drafter.forget(sequence)
+
+    # ------------------------------------------------------------------ between steps
+    @property
+    def weight_version(self) -> str:
+        return self._version
+
+    def pause(self, mode: PauseMode) -> None:
+        """Prepare for a time without steps; `retract` gives all pages back, ids are kept."""
+        if mode == "retract":
+            self.scheduler.retract_all()
+
+    def resume(self) -> None:
+        """Steps go on."""
+
+    def flush_cache(self) -> bool:
+        """Forget all prefixes; False, and nothing, while requests are alive."""
+        if self.has_work:
+            return False
+        self.tree.flush()
+        return True
+
+    @torch.no_grad()
+    def update_weights(self, update: WeightUpdate) -> None:
+        """Replace the weights, MTP block included, all or none.
+
+        Raises:
+            UserError: they cannot be read or do not fit.
+        """
+        if update.source != "disk":
+            raise UserError(f"weights from {update.source}", "this engine loads them from disk")
+        new = load_model(update.path, device=self.model.device, dtype=self.model.dtype)
+        if new.config.replace(dtype=self.model.config.dtype) != self.model.config:
+            raise CheckpointError(f"{update.path}: another model's configuration", "give weights of the served model")
+        self.model.load_state_dict(new.state_dict())
+        self.model.forget_joined()
+        before, self._version = self._version, update.weight_version or self._version
+        self.scheduler.set_version(self._version, keep=not update.flush_cache and self._version != before)
+
+    def join_group(self, group: WeightGroup) -> None:
+        raise UserError(f"group {group.group_name!r}", "this engine loads weights from disk")
+
+    def leave_group(self, group_name: str) -> None:
+        raise UserError(f"group {group_name!r}", "this engine loads weights from disk")
+
+    def checksum(self) -> dict[str, str]:
+        """SHA-256 of every tensor by its public name."""
+        return {
+            name: hashlib.sha256(tensor.detach().cpu().contiguous().view(torch.uint8).numpy().tobytes()).hexdigest()
+            for name, tensor in disk_tensors(self.model)
+        }
+
+    def release_memory(self, tags: tuple[str, ...]) -> None:
+        raise UserError(f"tags={tags}", "this engine keeps its memory")
+
+    def resume_memory(self, tags: tuple[str, ...]) -> None:
+        raise UserError(f"tags={tags}", "this engine keeps its memory")
+
+    def stats(self) -> Stats:
+        """A snapshot for the metrics."""
+        device = self.pool.device
+        free = device.free + device.idle
+        return Stats(
+            running=len(self.scheduler.running),
+            waiting=len(self.scheduler.waiting),
+            cache_usage=1 - free / device.count,
+            free_tokens=free * PAGE_SIZE,
+            preemptions=self.scheduler.preemptions,
+            prefix_queries=self.tree.queries,
+            prefix_hits=self.tree.hits,
+        )
+
+    def info(self) -> dict[str, Any]:
+        """Settings and figures, as JSON values."""
+        return {
+            **asdict(self.config),
+            "context": self.context,
+            "pages": self.pool.device.count,
+            "bytes_per_page": self.cache.nbytes_per_page(),
+            "accept_length": self.speculation.accept_length,
+            "acceptance": self.speculation.acceptance,
+        }

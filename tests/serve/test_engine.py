@@ -1,0 +1,332 @@
+"""One greedy prompt set, every way to run it: the same ids, the same log-probabilities, those of the model itself."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+import torch
+
+from glm5.model.generate import generate
+from glm5.model.glm5 import GLM5
+from glm5.model.weights import save_model
+from glm5.serve.client import WeightUpdate
+from glm5.serve.engine import Engine, EngineConfig
+from glm5.serve.llm import Answer
+from glm5.serve.request import Request, SamplingParams
+from glm5.utils.errors import ConfigError, UserError
+from support.drafting import agreeable
+from support.tiny import tiny_config, tiny_model
+
+K = 24  # index_topk of the tiny model
+LENGTHS = (1, 2, 23, 24, 25, 63, 64, 65, 127, 129, 200)  # around k, and around pages of 64
+NEW = 12
+GREEDY = SamplingParams(max_new_tokens=NEW, temperature=0.0, ignore_eos=True, logprobs=0)
+SMALL = EngineConfig(pages=40, context=256)
+TOLERANCE = 2e-5
+
+
+class Expected(NamedTuple):
+    ids: list[int]
+    logprobs: torch.Tensor
+
+
+@pytest.fixture(scope="module")
+def model() -> GLM5:
+    torch.set_num_threads(1)
+    return agreeable(0).eval()
+
+
+@pytest.fixture(scope="module")
+def prompts() -> list[list[int]]:
+    generator = torch.Generator().manual_seed(1)
+    return [torch.randint(6, 320, (n,), generator=generator).tolist() for n in LENGTHS]
+
+
+@pytest.fixture(scope="module")
+def expected(model: GLM5, prompts: list[list[int]]) -> list[Expected]:
+    """What the model gives by itself: `generate`, and its log-probabilities from one pass without a cache."""
+    answers = []
+    for ids in prompts:
+        out = list(generate(model, ids, max_new_tokens=NEW, stop_ids=()))
+        with torch.no_grad():
+            rows = model(torch.tensor([ids + out])).logits[0, len(ids) - 1 : -1].log_softmax(-1)
+        answers.append(Expected(out, rows.gather(-1, torch.tensor(out)[:, None])[:, 0]))
+    return answers
+
+
+def run(engine: Engine, prompts: list[list[int]], params: SamplingParams = GREEDY) -> list[Answer]:
+    """First answers, in order."""
+    requests = [Request(ids, params) for ids in prompts]
+    for request in requests:
+        engine.add(request)
+    return drain(engine, requests)
+
+
+def drain(engine: Engine, requests: list[Request]) -> list[Answer]:
+    answers = {request.rid: Answer() for request in requests}
+    while engine.has_work:
+        for delta in engine.step():
+            if delta.rid in answers and delta.index == 0:
+                answers[delta.rid].take(delta)
+        engine.scheduler.check()
+    return [answers[request.rid] for request in requests]
+
+
+def same(found: list[Answer], expected: list[Expected]) -> None:
+    for i, (a, b) in enumerate(zip(found, expected, strict=True)):
+        assert a.ids == b.ids, (LENGTHS[i], a.finish)
+        torch.testing.assert_close(torch.tensor(a.logprobs), b.logprobs, rtol=0, atol=TOLERANCE)
+        assert a.finish is not None
+        assert a.finish.type == "length"
+
+
+# --------------------------------------------------------------------------- sameness
+def cold(engine: Engine, prompts: list[list[int]]) -> list[Answer]:
+    return [run(engine, [ids])[0] for ids in prompts]
+
+
+def together(engine: Engine, prompts: list[list[int]]) -> list[Answer]:
+    return run(engine, prompts)
+
+
+def warm(engine: Engine, prompts: list[list[int]]) -> list[Answer]:
+    run(engine, prompts)
+    again = run(engine, prompts)
+    for ids, answer in zip(prompts, again, strict=True):
+        assert answer.cached_tokens == (len(ids) - 1) // 64 * 64
+    return again
+
+
+def beside_strangers(engine: Engine, prompts: list[list[int]]) -> list[Answer]:
+    generator = torch.Generator().manual_seed(9)
+    for i in range(6):
+        ids = torch.randint(6, 320, (40 * i + 3,), generator=generator).tolist()
+        engine.add(Request(ids, SamplingParams(max_new_tokens=30, seed=i)))
+        engine.step()
+    return run(engine, prompts)
+
+
+def from_host(engine: Engine, prompts: list[list[int]]) -> list[Answer]:
+    """Read, pushed out to host memory by others, and back."""
+    run(engine, prompts)
+    generator = torch.Generator().manual_seed(9)
+    restored = [0]
+    copy = engine.cache.copy
+
+    def count(kind: str, source: int, target: int) -> None:
+        restored[0] += kind == "to_device"
+        copy(kind, source, target)
+
+    engine.cache.copy = count  # type: ignore[method-assign]
+    for _ in range(12):
+        run(engine, [torch.randint(6, 320, (230,), generator=generator).tolist()])
+    answers = [run(engine, [ids])[0] for ids in prompts]
+    assert restored[0] >= 3
+    assert answers[-1].cached_tokens == 192
+    return answers
+
+
+def preempted(engine: Engine, prompts: list[list[int]]) -> list[Answer]:
+    """In the middle of decoding a crowd of higher priority takes every page."""
+    requests = [Request(ids, GREEDY) for ids in prompts]
+    for request in requests:
+        engine.add(request)
+    answers = {request.rid: Answer() for request in requests}
+    for _ in range(4):
+        for delta in engine.step():
+            answers[delta.rid].take(delta)
+    for i in range(5):
+        engine.add(Request([10 + i] * 240, replace(GREEDY, max_new_tokens=3), priority=1))
+    rest = drain(engine, requests)
+    assert engine.scheduler.preemptions > 3
+    for request, more in zip(requests, rest, strict=True):
+        first = answers[request.rid]
+        first.ids, first.info, first.finish = first.ids + more.ids, first.info + more.info, more.finish or first.finish
+    return [answers[request.rid] for request in requests]
+
+
+def retracted(engine: Engine, prompts: list[list[int]]) -> list[Answer]:
+    requests = [Request(ids, GREEDY) for ids in prompts]
+    for request in requests:
+        engine.add(request)
+    answers = {request.rid: Answer() for request in requests}
+    for step in range(6):
+        if step % 2:
+            engine.pause("retract")
+            engine.resume()
+        for delta in engine.step():
+            answers[delta.rid].take(delta)
+    for request, more in zip(requests, drain(engine, requests), strict=True):
+        first = answers[request.rid]
+        first.ids, first.info, first.finish = first.ids + more.ids, first.info + more.info, more.finish or first.finish
+    return [answers[request.rid] for request in requests]
+
+
+WAYS: dict[str, tuple[EngineConfig, Callable[[Engine, list[list[int]]], list[Answer]]]] = {
+    "cold": (SMALL, cold),
+    "together": (SMALL, together),
+    "warm": (SMALL, warm),
+    "beside strangers": (SMALL, beside_strangers),
+    "in chunks of 7": (replace(SMALL, chunk=7), together),
+    "in chunks of 64": (replace(SMALL, chunk=64, max_batched_tokens=80, max_running=16), together),
+    "from host memory": (replace(SMALL, pages=14, host_pages=64), from_host),
+    "preempted": (replace(SMALL, pages=24), preempted),
+    "retracted": (SMALL, retracted),
+}
+
+
+@pytest.mark.parametrize("drafts", [0, 3])
+@pytest.mark.parametrize("way", WAYS)
+def test_every_way_gives_the_same(
+    way: str, drafts: int, model: GLM5, prompts: list[list[int]], expected: list[Expected]
+) -> None:
+    config, answer = WAYS[way]
+    engine = Engine(model, replace(config, drafts=drafts))
+    same(answer(engine, prompts), expected)
+    if drafts:
+        assert engine.speculation.accept_length > 1.5
+    engine.flush_cache()
+    assert engine.pool.device.free == engine.pool.device.count
+
+
+@pytest.mark.parametrize("drafts", [0, 2])
+def test_a_seed_gives_one_text_however_it_is_run(drafts: int, model: GLM5, prompts: list[list[int]]) -> None:
+    params = SamplingParams(max_new_tokens=NEW, temperature=0.8, top_p=0.9, seed=5, ignore_eos=True)
+    alone = [run(Engine(model, SMALL), [ids], params)[0].ids for ids in prompts]
+    crowd = Engine(model, replace(SMALL, chunk=11, drafts=drafts))
+    assert [a.ids for a in run(crowd, prompts, params)] == alone
+    assert len({tuple(ids) for ids in alone}) > 5
+
+
+def test_several_answers_share_a_prompt(model: GLM5, prompts: list[list[int]]) -> None:
+    params = SamplingParams(max_new_tokens=NEW, seed=1, n=4, ignore_eos=True)
+    for drafts in (0, 3):
+        engine = Engine(model, replace(SMALL, drafts=drafts))
+        request = Request(prompts[-2], params)
+        engine.add(request)
+        answers = [Answer() for _ in range(4)]
+        while engine.has_work:
+            for delta in engine.step():
+                answers[delta.index].take(delta)
+            engine.scheduler.check()
+        texts = [tuple(a.ids) for a in answers]
+        assert len(set(texts)) == 4
+        if drafts == 0:
+            plain = texts
+    assert texts == plain
+
+
+# --------------------------------------------------------------------------- weights
+@pytest.mark.parametrize("drafts", [0, 3])
+def test_an_update_and_back(drafts: int, prompts: list[list[int]], expected: list[Expected], tmp_path: Path) -> None:
+    """Old prefixes are not read under new weights, and the first weights give the first answers again."""
+    save_model(agreeable(0), tmp_path / "first")
+    save_model(agreeable(1), tmp_path / "second")
+    engine = Engine(agreeable(0).eval(), replace(SMALL, drafts=drafts))
+    same(run(engine, prompts), expected)
+    sums = engine.checksum()
+    for flush in (True, False):
+        engine.update_weights(
+            WeightUpdate("disk", path=str(tmp_path / "second"), weight_version=f"b{flush}", flush_cache=flush)
+        )
+        changed = run(engine, prompts)
+        assert all(a.cached_tokens == 0 for a in changed)
+        assert [a.ids for a in changed] == [a.ids for a in run(Engine(agreeable(1).eval(), SMALL), prompts)]
+        assert [a.ids for a in changed] != [a.ids for a in expected]
+        engine.update_weights(
+            WeightUpdate("disk", path=str(tmp_path / "first"), weight_version=f"a{flush}", flush_cache=flush)
+        )
+        same(run(engine, prompts), expected)
+        assert engine.checksum() == sums
+    assert "model.layers.3.eh_proj.weight" in sums
+
+
+def test_weights_that_do_not_fit_change_nothing(model: GLM5, tmp_path: Path) -> None:
+    save_model(tiny_model(hidden_size=32), tmp_path)
+    engine = Engine(model, SMALL)
+    before = engine.checksum()
+    with pytest.raises(UserError, match="another model's configuration"):
+        engine.update_weights(WeightUpdate("disk", path=str(tmp_path)))
+    assert engine.checksum() == before
+
+
+# --------------------------------------------------------------------------- what else is asked
+def test_prompt_logprobs(model: GLM5, prompts: list[list[int]]) -> None:
+    ids = prompts[-1]
+    engine = Engine(model, replace(SMALL, chunk=30))
+    for _ in range(2):  # the second time nothing may come from cached pages
+        (answer,) = run(engine, [ids], replace(GREEDY, prompt_logprobs=2))
+        assert answer.prompt_info[0] is None
+        assert len(answer.prompt_info) == len(ids)
+        with torch.no_grad():
+            rows = model(torch.tensor([ids])).logits[0, :-1].log_softmax(-1)
+        found = torch.tensor([info.logprob for info in answer.prompt_info[1:] if info is not None])
+        torch.testing.assert_close(found, rows.gather(-1, torch.tensor(ids[1:])[:, None])[:, 0], rtol=0, atol=TOLERANCE)
+
+
+def test_a_poisoned_request_fails_alone(prompts: list[list[int]], expected: list[Expected]) -> None:
+    """An id whose embedding is NaN: its request ends in an error, the others' answers stay exact, also in its pages."""
+    used = {i for ids in (*prompts, *(e.ids for e in expected)) for i in ids}
+    unused = min(set(range(6, 320)) - used)
+    for drafts in (0, 3):
+        model = agreeable(0).eval()
+        with torch.no_grad():
+            model.model.embed_tokens.weight[unused] = torch.nan
+        engine = Engine(model, replace(SMALL, drafts=drafts, pages=24))
+        poison = Request([7] * 70 + [unused] * 50, GREEDY)
+        engine.add(poison)
+        requests = [Request(ids, GREEDY) for ids in prompts]
+        for request in requests:
+            engine.add(request)
+        bad, *good = drain(engine, [poison, *requests])
+        assert bad.finish is not None
+        assert bad.finish.type == "error"
+        assert bad.ids == []
+        same(good, expected)
+        same(run(engine, prompts), expected)  # in pages that it has held
+
+
+def test_an_abort_frees_the_pages(model: GLM5, prompts: list[list[int]]) -> None:
+    engine = Engine(model, replace(SMALL, drafts=2))
+    request = Request(prompts[-1], GREEDY)
+    engine.add(request)
+    engine.step()
+    engine.abort(request.rid)
+    engine.abort("unknown")
+    assert not engine.has_work
+    assert engine.flush_cache()
+    assert engine.pool.device.free == engine.pool.device.count
+
+
+def test_stop_ids_of_the_model_and_the_request(model: GLM5, prompts: list[list[int]], expected: list[Expected]) -> None:
+    third = expected[-1].ids[2]
+    for drafts in (0, 3):
+        engine = Engine(model, replace(SMALL, drafts=drafts))
+        (answer,) = run(engine, [prompts[-1]], replace(GREEDY, stop_token_ids=(third,)))
+        cut = expected[-1].ids.index(third) + 1
+        assert answer.ids == expected[-1].ids[:cut]
+        assert answer.finish is not None
+        assert (answer.finish.type, answer.finish.matched) == ("stop", third)
+
+
+@pytest.mark.parametrize(
+    ("changes", "field"),
+    [
+        (dict(context=2000), "context"),
+        (dict(memory_gib=0.0, pages=0), "memory_gib"),
+        (dict(max_running=0), "max_running"),
+    ],
+)
+def test_settings_out_of_range(changes: dict[str, int], field: str, model: GLM5) -> None:
+    with pytest.raises(ConfigError, match=field):
+        Engine(model, replace(SMALL, **changes))
+
+
+def test_drafts_need_an_mtp_block() -> None:
+    with pytest.raises(ConfigError, match="drafts=2"):
+        Engine(tiny_model(num_nextn_predict_layers=0), replace(SMALL, drafts=2))
+    assert tiny_config().num_nextn_predict_layers == 1
