@@ -485,6 +485,13 @@ def test_wrong_requests_are_400_and_say_where(body: dict[str, Any], word: str, s
     assert not backend.alive
 
 
+def test_answer_goes_on_behind_its_end_if_ends_are_ignored() -> None:
+    client, _ = client_of("</think>the<|user|>answer is<|user|>ping")
+    told = ask(client, ignore_eos=True, max_tokens=12)
+    assert told["usage"]["completion_tokens"] == 12
+    assert told["choices"][0]["message"]["content"] == "the"
+
+
 def test_unknown_fields_and_nulls_are_ignored() -> None:
     client, _ = client_of()
     nulls = dict.fromkeys(

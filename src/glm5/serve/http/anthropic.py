@@ -8,7 +8,6 @@ signature is empty: whoever sends it back is believed. Read next: `conversation`
 from __future__ import annotations
 
 import json
-from collections.abc import AsyncIterator
 from typing import Annotated, Any, Literal
 
 from fastapi import APIRouter
@@ -20,7 +19,7 @@ from glm5.serve.client import Stream
 from glm5.serve.http.bodies import Body, Name, stops
 from glm5.serve.http.conversation import Conversation, Reply, Thinking, ToolChoice, follow, prepare, replies_to
 from glm5.serve.http.errors import AnthropicErrorAnswer, ApiError, Json
-from glm5.serve.http.server import STREAMED, EventStream, Server, event, new_id, unless_gone
+from glm5.serve.http.server import STREAMED, Events, EventStream, Server, event, new_id, unless_gone
 from glm5.text.messages import Message, Tool, ToolCall, messages_from_openai, tools_from_openai
 from glm5.text.parser import CallArguments, CallEnd, CallStart, Content, Event, Reasoning, fold
 
@@ -213,7 +212,7 @@ def routes(server: Server) -> APIRouter:
         head = {"id": new_id("msg_"), "type": "message", "role": "assistant", "model": model}
         if body.stream:
             return EventStream(_events(body, head, stream, reply), [stream], http.url.path)
-        return await unless_gone(http, _whole(body, head, stream, reply))
+        return await unless_gone(http, _whole(body, head, stream, reply), [stream])
 
     @router.post("/v1/messages/count_tokens")
     async def count_tokens(body: CountBody) -> Response:
@@ -225,11 +224,8 @@ def routes(server: Server) -> APIRouter:
 
 
 async def _whole(body: MessagesBody, head: dict[str, Any], stream: Stream, reply: Reply) -> Response:
-    try:
-        async for _ in follow(stream, [reply]):
-            pass
-    finally:
-        await stream.aclose()
+    async for _ in follow(stream, [reply]):
+        pass
     parsed = fold(reply.events)
     blocks: list[dict[str, Any]] = []
     if parsed.reasoning:
@@ -264,7 +260,7 @@ def _usage(reply: Reply) -> dict[str, Any]:
     }
 
 
-async def _events(body: MessagesBody, head: dict[str, Any], stream: Stream, reply: Reply) -> AsyncIterator[bytes]:
+async def _events(body: MessagesBody, head: dict[str, Any], stream: Stream, reply: Reply) -> Events:
     started = {**head, "content": [], "stop_reason": None, "stop_sequence": None, "usage": _usage(reply)}
     yield _named("message_start", message=started)
     blocks = _Blocks()

@@ -5,7 +5,6 @@
 from __future__ import annotations
 
 import time
-from collections.abc import AsyncIterator
 from typing import Annotated, Any, Literal
 
 from fastapi import APIRouter
@@ -19,7 +18,7 @@ from glm5.serve.http.answers import finish_fields
 from glm5.serve.http.bodies import Body, Name, ResponseFormat, SamplingFields, StreamOptions, agreed, format_constraint
 from glm5.serve.http.conversation import Conversation, Reply, Thinking, ToolChoice, follow, prepare, replies_to, usage
 from glm5.serve.http.errors import ApiError, Json
-from glm5.serve.http.server import DONE, STREAMED, EventStream, Server, event, new_id, unless_gone
+from glm5.serve.http.server import DONE, STREAMED, Events, EventStream, Server, event, new_id, unless_gone
 from glm5.text.messages import messages_from_openai, tools_from_openai
 from glm5.text.parser import CallArguments, CallStart, Content, Event, Reasoning, fold
 
@@ -144,17 +143,14 @@ def routes(server: Server) -> APIRouter:
         if body.stream:
             head["object"] = "chat.completion.chunk"
             return EventStream(_events(body, head, stream, replies), [stream], http.url.path, DONE)
-        return await unless_gone(http, _whole(body, head, stream, replies))
+        return await unless_gone(http, _whole(body, head, stream, replies), [stream])
 
     return router
 
 
 async def _whole(body: ChatBody, head: dict[str, Any], stream: Stream, replies: list[Reply]) -> Response:
-    try:
-        async for _ in follow(stream, replies):
-            pass
-    finally:
-        await stream.aclose()
+    async for _ in follow(stream, replies):
+        pass
     told = {**head, "choices": [_choice(body, reply) for reply in replies], "usage": usage(replies)}
     first = replies[0].answer
     if body.return_token_ids:
@@ -193,7 +189,7 @@ def _about(body: ChatBody, reply: Reply, sent: int) -> dict[str, Any]:
     return out
 
 
-async def _events(body: ChatBody, head: dict[str, Any], stream: Stream, replies: list[Reply]) -> AsyncIterator[bytes]:
+async def _events(body: ChatBody, head: dict[str, Any], stream: Stream, replies: list[Reply]) -> Events:
     options = body.stream_options or StreamOptions()
     sent = [0 for _ in replies]
     for reply in replies:

@@ -7,7 +7,7 @@ as it is.
 from __future__ import annotations
 
 import time
-from collections.abc import AsyncIterator
+from contextlib import aclosing
 from typing import Any
 
 from fastapi import APIRouter
@@ -32,9 +32,9 @@ from glm5.serve.http.errors import ApiError, Json
 from glm5.serve.http.server import (
     DONE,
     STREAMED,
+    Events,
     EventStream,
     Server,
-    close_all,
     event,
     merged,
     new_id,
@@ -127,38 +127,36 @@ def routes(server: Server) -> APIRouter:
         streams = await start_all(server, requests)
         if body.stream:
             return EventStream(_events(body, head, streams, choices), streams, http.url.path, DONE)
-        return await unless_gone(http, _whole(head, streams, choices))
+        return await unless_gone(http, _whole(head, streams, choices), streams)
 
     return router
 
 
 async def _whole(head: dict[str, Any], streams: list[Stream], choices: dict[tuple[str, int], _Choice]) -> Response:
     texts: dict[tuple[str, int], str] = dict.fromkeys(choices, "")
-    try:
-        for stream in streams:
-            async for delta in stream:
-                key = delta.rid, delta.index
-                texts[key] += choices[key].take(delta)
-    finally:
-        await close_all(streams)
+    for stream in streams:
+        async for delta in stream:
+            key = delta.rid, delta.index
+            texts[key] += choices[key].take(delta)
     usage = usage_of(choice.answer for choice in choices.values())
     return Json({**head, "choices": [choices[key].report(text) for key, text in texts.items()], "usage": usage})
 
 
 async def _events(
     body: CompletionBody, head: dict[str, Any], streams: list[Stream], choices: dict[tuple[str, int], _Choice]
-) -> AsyncIterator[bytes]:
+) -> Events:
     options = body.stream_options or StreamOptions()
     answers = [choice.answer for choice in choices.values()]
-    async for delta in merged(streams):
-        choice = choices[delta.rid, delta.index]
-        text = choice.take(delta)
-        if not (text or delta.finish or delta.ids):
-            continue
-        chunk = {**head, "choices": [choice.report(text)]}
-        if options.continuous_usage_stats:
-            chunk["usage"] = usage_of(answers)
-        yield event(chunk)
+    async with aclosing(merged(streams)) as deltas:
+        async for delta in deltas:
+            choice = choices[delta.rid, delta.index]
+            text = choice.take(delta)
+            if not (text or delta.finish or delta.ids):
+                continue
+            chunk = {**head, "choices": [choice.report(text)]}
+            if options.continuous_usage_stats:
+                chunk["usage"] = usage_of(answers)
+            yield event(chunk)
     if options.include_usage:
         yield event({**head, "choices": [], "usage": usage_of(answers)})
 

@@ -126,8 +126,9 @@ class Reply:
 
     @property
     def done(self) -> bool:
-        """No more will come: it ended, or made the only call that it may make."""
-        return self.parser.done or self.answer.finish is not None
+        """No more will come: it ended, or its turn did, as with the only call that it may make."""
+        ended = self.parser.done and not self.answer.request.params.ignore_eos
+        return ended or self.answer.finish is not None
 
     @property
     def called(self) -> bool:

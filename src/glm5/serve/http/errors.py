@@ -49,6 +49,10 @@ class ApiError(Exception):
         super().__init__(message)
 
 
+class ClientGone(Exception):
+    """The client closed the connection before it was answered."""
+
+
 class ErrorBody(BaseModel):
     """What is wrong, in OpenAI's shape."""
 
@@ -103,6 +107,8 @@ def as_api_error(error: Exception) -> ApiError:
             return ApiError(503, str(error), code="unavailable")
         case HTTPException():
             return ApiError(error.status_code, str(error.detail))
+        case ClientGone():
+            return ApiError(499, "the client is gone")
         case RecursionError():
             return ApiError(400, "the body is nested too deeply. Flatten it")
     log.error("a request failed", exc_info=error)
@@ -132,7 +138,8 @@ def install(app: FastAPI) -> None:
     async def handle(request: Request, error: Exception) -> Json:
         return response_of(error, request.url.path)
 
-    for kind in (ApiError, UserError, Unavailable, HTTPException, RequestValidationError, RecursionError, Exception):
+    kinds = (ApiError, UserError, Unavailable, ClientGone, HTTPException, RequestValidationError, RecursionError)
+    for kind in (*kinds, Exception):
         app.add_exception_handler(kind, handle)
 
 

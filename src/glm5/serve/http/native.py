@@ -8,7 +8,7 @@ whole text and all log-probabilities so far in each event. Read next: `control`.
 from __future__ import annotations
 
 import time
-from collections.abc import AsyncIterator
+from contextlib import aclosing
 from itertools import accumulate
 from typing import Annotated, Any
 
@@ -25,9 +25,9 @@ from glm5.serve.http.logprobs import token_text
 from glm5.serve.http.server import (
     DONE,
     STREAMED,
+    Events,
     EventStream,
     Server,
-    close_all,
     event,
     merged,
     new_id,
@@ -209,32 +209,30 @@ def routes(server: Server) -> APIRouter:
         streams = await start_all(server, [item.request for item in items])
         if body.stream:
             return EventStream(_events(items, streams), streams, http.url.path, DONE)
-        return await unless_gone(http, _whole(items, streams, single=not batch))
+        return await unless_gone(http, _whole(items, streams, single=not batch), streams)
 
     return router
 
 
 async def _whole(items: list[_Item], streams: list[Stream], single: bool) -> Response:
-    try:
-        for item, stream in zip(items, streams, strict=True):
-            async for delta in stream:
-                item.take(delta)
-    finally:
-        await close_all(streams)
+    for item, stream in zip(items, streams, strict=True):
+        async for delta in stream:
+            item.take(delta)
     reports = [item.report(i) for item in items for i in range(len(item.answers))]
     return Json(reports[0] if single and len(reports) == 1 else reports)
 
 
-async def _events(items: list[_Item], streams: list[Stream]) -> AsyncIterator[bytes]:
+async def _events(items: list[_Item], streams: list[Stream]) -> Events:
     by_rid = {item.request.rid: item for item in items}
     ahead = accumulate((len(item.answers) for item in items), initial=0)
     first = dict(zip(by_rid, ahead, strict=False))
     several = len(items) > 1 or len(items[0].answers) > 1
-    async for delta in merged(streams):
-        item = by_rid[delta.rid]
-        item.take(delta)
-        report = item.report(delta.index)
-        yield event({**report, "index": first[delta.rid] + delta.index} if several else report)
+    async with aclosing(merged(streams)) as deltas:
+        async for delta in deltas:
+            item = by_rid[delta.rid]
+            item.take(delta)
+            report = item.report(delta.index)
+            yield event({**report, "index": first[delta.rid] + delta.index} if several else report)
 
 
 def _finish_reason(a: Answer) -> dict[str, Any] | None:

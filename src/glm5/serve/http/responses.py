@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import time
 from collections import OrderedDict
-from collections.abc import AsyncIterator
 from typing import Any, Literal
 
 from fastapi import APIRouter
@@ -21,7 +20,7 @@ from glm5.serve.http.bodies import Body, JsonSchemaFormat, Name, ResponseFormat,
 from glm5.serve.http.chat import Effort
 from glm5.serve.http.conversation import Conversation, Reply, Thinking, ToolChoice, follow, prepare, replies_to, usage
 from glm5.serve.http.errors import ApiError, Json, as_api_error
-from glm5.serve.http.server import STREAMED, EventStream, Server, event, new_id, unless_gone
+from glm5.serve.http.server import STREAMED, Events, EventStream, Server, event, new_id, unless_gone
 from glm5.text.messages import messages_from_openai, tools_from_openai
 from glm5.text.parser import CallArguments, CallEnd, CallStart, Content, Event, Reasoning
 
@@ -285,7 +284,7 @@ def routes(server: Server) -> APIRouter:
 
         if body.stream:
             return EventStream(_events(head, stream, reply, keep), [stream], http.url.path)
-        return await unless_gone(http, _whole(head, stream, reply, keep))
+        return await unless_gone(http, _whole(head, stream, reply, keep), [stream])
 
     @router.get("/v1/responses/{response_id}")
     async def retrieve(response_id: str) -> Response:
@@ -349,11 +348,8 @@ def _finished(head: dict[str, Any], reply: Reply, items: list[Item]) -> dict[str
 
 
 async def _whole(head: dict[str, Any], stream: Stream, reply: Reply, keep: Any) -> Response:
-    try:
-        async for _ in follow(stream, [reply]):
-            pass
-    finally:
-        await stream.aclose()
+    async for _ in follow(stream, [reply]):
+        pass
     writer = _Writer()
     for one in reply.events:
         writer.take(one)
@@ -363,7 +359,7 @@ async def _whole(head: dict[str, Any], stream: Stream, reply: Reply, keep: Any) 
     return Json(told)
 
 
-async def _events(head: dict[str, Any], stream: Stream, reply: Reply, keep: Any) -> AsyncIterator[bytes]:
+async def _events(head: dict[str, Any], stream: Stream, reply: Reply, keep: Any) -> Events:
     writer = _Writer()
     yield writer.event("response.created", response=head)
     yield writer.event("response.in_progress", response=head)

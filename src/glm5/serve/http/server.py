@@ -9,7 +9,8 @@ from __future__ import annotations
 import asyncio
 import time
 import uuid
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
+from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine
+from contextlib import aclosing, suppress
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -18,12 +19,13 @@ from fastapi.responses import StreamingResponse
 from starlette.types import Receive, Scope, Send
 
 from glm5.serve.client import Backend, Stream, Unavailable
-from glm5.serve.http.errors import ApiError, as_api_error, body_of, dumps
+from glm5.serve.http.errors import ApiError, ClientGone, as_api_error, body_of, dumps
 from glm5.serve.http.metrics import Metrics
 from glm5.serve.request import Delta, Request, check
 from glm5.utils.errors import UserError
 
 T = TypeVar("T")
+Events = AsyncGenerator[bytes, None]  # server-sent events
 
 
 @dataclass(frozen=True)
@@ -151,8 +153,12 @@ class _Watched:
         self._alarm = asyncio.get_running_loop().call_later(server.options.request_timeout_s, self._stop)
 
     def _stop(self) -> None:
+        async def abort() -> None:
+            with suppress(Unavailable):
+                await self._server.backend.abort(self._request.rid)
+
         self._late = True
-        self._closing = asyncio.ensure_future(self._server.backend.abort(self._request.rid))
+        self._closing = asyncio.ensure_future(abort())
 
     def __aiter__(self) -> _Watched:
         return self
@@ -189,7 +195,7 @@ async def start_all(server: Server, requests: list[Request]) -> list[Stream]:
     return streams
 
 
-async def merged(streams: list[Stream]) -> AsyncIterator[Delta]:
+async def merged(streams: list[Stream]) -> AsyncGenerator[Delta, None]:
     """The deltas of several streams, each as soon as it is there."""
     if len(streams) == 1:
         async for only in streams[0]:
@@ -245,14 +251,15 @@ class EventStream(StreamingResponse):
 
     media_type = "text/event-stream"
 
-    def __init__(self, events: Any, streams: list[Stream], path: str, closing: bytes = b"") -> None:
-        self._streams = streams
-        super().__init__(self._guarded(events, path, closing), headers={"Cache-Control": "no-cache"})
+    def __init__(self, events: Events, streams: list[Stream], path: str, closing: bytes = b"") -> None:
+        self._streams, self._body = streams, self._guarded(events, path, closing)
+        super().__init__(self._body, headers={"Cache-Control": "no-cache"})
 
-    async def _guarded(self, events: Any, path: str, closing: bytes) -> Any:
+    async def _guarded(self, events: Events, path: str, closing: bytes) -> Events:
         try:
-            async for one in events:
-                yield one
+            async with aclosing(events):
+                async for one in events:
+                    yield one
         except Exception as error:
             name = "error" if path.startswith("/v1/messages") else None
             yield event(body_of(as_api_error(error), path), name)
@@ -263,15 +270,12 @@ class EventStream(StreamingResponse):
         try:
             await super().__call__(scope, receive, send)
         finally:
+            await self._body.aclose()
             await close_all(self._streams)
 
 
-class ClientGone(Exception):
-    """The client closed the connection before it was answered."""
-
-
-async def unless_gone(request: HttpRequest, work: Coroutine[Any, Any, T]) -> T:
-    """The result of `work`, which is cancelled if the client goes away first."""
+async def unless_gone(request: HttpRequest, work: Coroutine[Any, Any, T], streams: list[Stream]) -> T:
+    """The result of `work`, which is cancelled if the client goes away first. The streams are closed in any case."""
     task = asyncio.ensure_future(work)
     watch = asyncio.ensure_future(_gone(request.receive))
     try:
@@ -284,6 +288,7 @@ async def unless_gone(request: HttpRequest, work: Coroutine[Any, Any, T]) -> T:
         if not task.done():
             task.cancel()
             await asyncio.wait({task})
+        await close_all(streams)
 
 
 async def _gone(receive: Callable[[], Awaitable[Any]]) -> None:
