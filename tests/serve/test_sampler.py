@@ -341,7 +341,7 @@ def test_no_stop_before_min_new_tokens() -> None:
 
 
 @pytest.mark.parametrize(
-    "extra", [{"temperature": 0}, {"temperature": 0, "logprobs": 1}, {"seed": 1}, {"seed": 1, "top_p": 0.5}]
+    "extra", [{"temperature": 0}, {"temperature": 0, "logprobs": 1}, {"seed": 1}, {"seed": 1, "top_k": 5, "top_p": 0.5}]
 )
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf], ids=["nan", "inf", "nothing"])
 def test_a_bad_row_ends_its_answer_alone(extra: dict[str, Any], bad: float) -> None:
@@ -426,6 +426,10 @@ def test_a_thinking_budget_closes_the_block(tokenizer: Tokenizer, speaker: Sampl
     state = state_of(speaker, prompt, temperature=0, thinking_budget=1)
     ids, _ = say(speaker, state, [tokenizer.think_id, *wishes], drafts)
     assert ids == [tokenizer.think_id, wishes[0], tokenizer.end_think_id, *wishes[1:]]
+    # A call ends the thinking: its arguments are not cut.
+    state = state_of(speaker, [tokenizer.think_id], temperature=0, thinking_budget=2)
+    call = [wishes[0], tokenizer.tool_call_id, *wishes]
+    assert say(speaker, state, call, drafts)[0] == call
 
 
 @pytest.mark.parametrize("drafts", [0, 1, 2, 4, 8])
@@ -543,7 +547,7 @@ def test_one_text_under_a_form_whatever_the_drafts(tokenizer: Tokenizer, speaker
         assert plain == generate(speaker, requests, toy, limit=60, drafts=drafts, shuffle=drafts)
 
 
-@pytest.mark.parametrize("extra", [{"temperature": 0}, {"seed": 1, "top_p": 0.5, "logprobs": 1}])
+@pytest.mark.parametrize("extra", [{"temperature": 0}, {"seed": 1, "top_k": 5, "top_p": 0.5, "logprobs": 1}])
 def test_a_form_that_becomes_too_much_ends_the_answer_alone(tokenizer: Tokenizer, extra: dict[str, Any]) -> None:
     sampler = Sampler(tokenizer.vocab_size, tokenizer.stop_ids, tokenizer)
     sampler._compiler = GrammarCompiler(tokenizer)

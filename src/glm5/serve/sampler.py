@@ -199,7 +199,6 @@ class Sampler:
         x_NV = logits_NV.to(torch.float32, copy=True)  # with the padding, so that every row is aligned in memory
         x_NV[:, self.vocab_size :] = -torch.inf
         sound_N = x_NV.amax(-1).isfinite()
-        x_NV.masked_fill_(~sound_N[:, None], 0.0)
         start, params, keys = 0, [], []
         for block in blocks:
             state, position = block.state, block.state.count + block.first
@@ -208,8 +207,8 @@ class Sampler:
             params += [state.params] * block.rows
             if state.params.temperature > 0:
                 keys += [noise_key(state.seed, state.index, position + row) for row in range(block.rows)]
-        open_N = x_NV.amax(-1) > -torch.inf
-        x_NV.masked_fill_(~open_N[:, None], 0.0)
+        open_N = x_NV.amax(-1).isfinite()
+        x_NV.masked_fill_(~open_N[:, None], 0.0)  # what cannot be drawn from must not stop the others
         best_N, id_N = x_NV.max(-1)
 
         sampled = [row for row, p in enumerate(params) if p.temperature > 0]
