@@ -151,7 +151,7 @@ def map_body(context: Any, body: Any) -> Any:
 
 
 @schema.parametrize()
-@settings(max_examples=5, deadline=None, derandomize=True, database=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=3, deadline=None, derandomize=True, database=None, suppress_health_check=list(HealthCheck))
 def test_answers_are_as_the_document_says(case: Any) -> None:
     case.call_and_validate(checks=CHECKS)
 

@@ -117,7 +117,7 @@ def run(test: Callable[[Runner, Counting], Coroutine[Any, Any, None]]) -> None:
     async def main() -> None:
         engine = Counting()
         runner = Runner(engine, chat_tokenizer(), "m")
-        runner.start()
+        await runner.start()
         try:
             async with asyncio.timeout(20):
                 await test(runner, engine)
@@ -348,7 +348,7 @@ def test_before_the_start_and_after_the_end_nothing_is_accepted() -> None:
         runner = Runner(Counting(), chat_tokenizer(), "m")
         with pytest.raises(Unavailable, match="not started"):
             await runner.generate(request())
-        runner.start()
+        await runner.start()
         stream = await runner.generate(request(max_new_tokens=100_000))
         await runner.stop()
         last = [delta async for delta in stream][-1].finish

@@ -39,9 +39,10 @@ def events(text: str) -> list[dict[str, Any]]:
 
 
 @contextmanager
-def served(backend: Backend, options: HttpOptions | None = None, app: FastAPI | None = None) -> Iterator[str]:
-    """The address of a server that runs for the length of the block."""
-    config = uvicorn.Config(app or create_app(backend, options), port=0, log_level="warning", ws="none")
+def served(app: FastAPI | Backend, options: HttpOptions | None = None) -> Iterator[str]:
+    """The address of a server, of an application or a backend, that runs for the length of the block."""
+    made = app if isinstance(app, FastAPI) else create_app(app, options)
+    config = uvicorn.Config(made, port=0, log_level="warning", ws="none")
     server = uvicorn.Server(config)
     thread = threading.Thread(target=server.run, daemon=True)
     thread.start()

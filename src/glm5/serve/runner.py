@@ -95,7 +95,7 @@ class _Open:
 
 
 class Runner:
-    """An engine as a `Backend`. Begin with `start` inside the event loop, end with `stop`.
+    """An engine as a `Backend`. Begin with `start`, end with `stop`.
 
     Args:
         engine: nobody else may touch it from now on.
@@ -119,8 +119,8 @@ class Runner:
         self._stats, self._info = engine.stats(), engine.info()
 
     # ------------------------------------------------------------------------------------- the event loop's side
-    def start(self) -> None:
-        """Start the thread. Call it once, inside the event loop that will use the runner."""
+    async def start(self) -> None:
+        """Start the thread. Call it once, in the event loop that will use the runner."""
         self._loop = asyncio.get_running_loop()
         self._failure = None
         self._thread.start()
