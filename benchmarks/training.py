@@ -31,9 +31,9 @@ from glm5.ledger.compute import training_flops
 from glm5.model.glm5 import GLM5
 from glm5.model.presets import preset
 from glm5.text.tokenizer import Tokenizer
-from glm5.train.config import LearningRate, TrainConfig
+from glm5.train.config import TrainConfig
 from glm5.train.loop import Trainer
-from glm5.train.schedule import BatchWarmup
+from glm5.train.schedule import BatchWarmup, LearningRate
 
 OUT = Path(__file__).parent / "out"
 

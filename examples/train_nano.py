@@ -15,10 +15,10 @@ from glm5.data import Loader, TokenDataset, collect_files, split_held_out, stdli
 from glm5.model.glm5 import GLM5
 from glm5.model.presets import nano
 from glm5.text import Tokenizer
-from glm5.train.config import LearningRate, TrainConfig
+from glm5.train.config import TrainConfig
 from glm5.train.evaluate import held_out, indexer_recall
 from glm5.train.loop import Trainer
-from glm5.train.schedule import BatchWarmup
+from glm5.train.schedule import BatchWarmup, LearningRate
 
 parser = argparse.ArgumentParser()
 parser.add_argument("corpus", nargs="?", help="a directory of text; by default the Python standard library")

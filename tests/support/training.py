@@ -18,9 +18,9 @@ from glm5.data.corpus import Document
 from glm5.data.loader import Loader, TokenDataset
 from glm5.model.glm5 import GLM5
 from glm5.model.presets import nano
-from glm5.train.config import LearningRate, TrainConfig
+from glm5.train.config import TrainConfig
 from glm5.train.loop import Trainer
-from glm5.train.schedule import BatchWarmup
+from glm5.train.schedule import BatchWarmup, LearningRate
 
 SEQ_LEN = 32
 VOCAB = 64

@@ -6,8 +6,9 @@ from typing import Any
 
 import pytest
 
-from glm5.train.config import LearningRate, TrainConfig
+from glm5.train.config import TrainConfig
 from glm5.train.prepare import TextConfig
+from glm5.train.schedule import LearningRate
 from glm5.utils.errors import ConfigError
 
 

@@ -7,10 +7,11 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from glm5.kernels.balance import sequence_balance_loss
 from glm5.model.glm5 import GLM5
 from glm5.model.presets import nano
 from glm5.model.trace import Aux, Trace
-from glm5.train.losses import language_model_loss, router_bias_update, sequence_balance_loss
+from glm5.train.losses import language_model_loss, router_bias_update
 
 TINY = dict(hidden_size=32, vocab_size=64, num_hidden_layers=2, intermediate_size=48, moe_intermediate_size=16)
 

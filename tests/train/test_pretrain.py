@@ -20,12 +20,12 @@ from glm5.model.trace import Aux
 from glm5.model.weights import load_model
 from glm5.text.tokenizer import Tokenizer, load_tokenizer
 from glm5.train import evaluate
-from glm5.train.config import LearningRate, TrainConfig
+from glm5.train.config import TrainConfig
 from glm5.train.estimate import _kept_elements, count_parameters, estimate
 from glm5.train.loop import Trainer
 from glm5.train.prepare import Prepared, TextConfig, prepare
 from glm5.train.pretrain import PretrainConfig, pretrain, resolve
-from glm5.train.schedule import BatchWarmup
+from glm5.train.schedule import BatchWarmup, LearningRate
 from glm5.utils.errors import ConfigError, DataError, FileError
 
 WORDS = "def return import class self if else for while not None True False print len range open path with as".split()

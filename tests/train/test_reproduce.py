@@ -20,13 +20,13 @@ from glm5.kernels.visibility import Visibility
 from glm5.model.glm5 import GLM5
 from glm5.model.presets import gqa_8, mla_192
 from glm5.model.trace import Aux
-from glm5.train.config import LearningRate
 from glm5.train.evaluate import held_out
 from glm5.train.loop import Rows, Trainer
 from glm5.train.reproduce import cells, published, table1, table2, table6
 from glm5.train.reproduce.cells import Cell, Lab, Text
 from glm5.train.reproduce.settings import Settings, settings
 from glm5.train.reproduce.verdict import MARGIN, Claim, interval, judge, spread
+from glm5.train.schedule import LearningRate
 from glm5.utils.config_io import to_dict
 from glm5.utils.errors import ConfigError, DataError
 from support.training import SEQ_LEN, dataset, tiny, trainer

@@ -15,11 +15,11 @@ from test_pretrain import write_corpus
 from glm5.model.weights import load_model, save_model
 from glm5.text.tokenizer import load_tokenizer
 from glm5.train import evaluate
-from glm5.train.config import LearningRate, TrainConfig
+from glm5.train.config import TrainConfig
 from glm5.train.loop import Trainer
 from glm5.train.prepare import prepare
 from glm5.train.pretrain import pretrain
-from glm5.train.schedule import BatchWarmup
+from glm5.train.schedule import BatchWarmup, LearningRate
 from glm5.train.sparsify import SparsifyConfig, sparsify
 from glm5.utils.errors import CheckpointError, ConfigError, DataError
 from glm5.utils.runlog import read_metrics

@@ -65,9 +65,9 @@ class Recipe:
 
 def recipe(directory: Path, *, quick: bool = False) -> Recipe:
     """The demo as `make demo` runs it, or (quick) the same path for tests, and not for its figures."""
-    from glm5.train.config import LearningRate, TrainConfig
+    from glm5.train.config import TrainConfig
     from glm5.train.pretrain import PretrainConfig
-    from glm5.train.schedule import BatchWarmup
+    from glm5.train.schedule import BatchWarmup, LearningRate
     from glm5.train.sparsify import SparsifyConfig
 
     pretrain, warmup, adapt = (60, 15, 10) if quick else (360, 50, 60)

@@ -10,40 +10,10 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Literal
 
-from glm5.train.schedule import BatchWarmup, Constant, LinearDecay, Schedule, WarmupCosine
+from glm5.train.schedule import BatchWarmup, LearningRate
 from glm5.utils.errors import ConfigError
 
 Stage = Literal["pretrain", "warmup", "sparse"]
-Shape = Literal["cosine", "linear", "constant"]
-
-
-@dataclass(frozen=True)
-class LearningRate:
-    """Learning rate by step. The report: 0 → 2e-4 → 4e-5 by cosine; 5e-3 → 2e-4 in warm-up; 1e-5 in adaptation."""
-
-    peak: float = 2e-4
-    """Highest value (constant: the value)."""
-    final: float = 4e-5
-    """Value at the last step."""
-    warmup_steps: int = 0
-    """Steps of linear warm-up from 0 (cosine only)."""
-    shape: Shape = "cosine"
-    """Course after the warm-up."""
-
-    def __post_init__(self) -> None:
-        for name in ("peak", "final"):
-            if not 0 <= getattr(self, name) < float("inf"):
-                raise ConfigError(name, getattr(self, name), "must be a finite number of at least 0")
-        if self.warmup_steps < 0:
-            raise ConfigError("warmup_steps", self.warmup_steps, "must be at least 0")
-
-    def schedule(self, steps: int) -> Schedule:
-        """The schedule over `steps` updates."""
-        if self.shape == "cosine":
-            return WarmupCosine(self.peak, self.final, steps, min(self.warmup_steps, steps))
-        if self.shape == "linear":
-            return LinearDecay(self.peak, self.final, steps)
-        return Constant(self.peak)
 
 
 @dataclass(frozen=True)

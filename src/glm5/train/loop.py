@@ -61,10 +61,8 @@ class Trainer:
             is_indexer = ".indexer." in name
             parameter.requires_grad_(config.trains_indexer if is_indexer else config.trains_model)
         roles = parameter_roles(model, model.config, split_heads=config.split_heads)
-        self.schedule = config.lr.schedule(config.steps)
-        self.optimizer = MuonSplit(
-            roles, self.schedule.at(0), weight_decay=config.weight_decay, momentum=config.momentum
-        )
+        rate = config.lr.at(0, config.steps)
+        self.optimizer = MuonSplit(roles, rate, weight_decay=config.weight_decay, momentum=config.momentum)
         # Weights that were given in fp32 lose no digit where the model runs in bf16: not those that train (their master
         # copies), nor those that rest.
         self.resting: dict[str, Tensor] = {}
@@ -75,7 +73,7 @@ class Trainer:
                     self.optimizer.state[p]["master"] = exact
                 else:
                     self.resting[role.name] = exact.cpu()
-        self.routers = [(name, m) for name, m in model.named_modules() if isinstance(m, Router)]
+        self.routers = [m for m in model.modules() if isinstance(m, Router)]
         self.store = CheckpointStore(self.directory / "checkpoints", config.keep)
         self.finished_steps = 0
         self.samples = 0
@@ -117,7 +115,7 @@ class Trainer:
                 )
             loss.backward()
         norm = clip_grad_norm(self._trainable(), config.clip or math.inf)
-        lr = self.schedule.at(self.finished_steps)
+        lr = config.lr.at(self.finished_steps, config.steps)
         measure = self.finished_steps % config.measure_every == 0
         self.optimizer.set_lr(lr)
         self.optimizer.step(measure=measure)
@@ -183,13 +181,13 @@ class Trainer:
         if config.trains_indexer:
             kl = weighted([x.kl for x in aux.indexer_losses], model.config.num_hidden_layers, per_depth)
             loss = loss + config.indexer_weight * kl / counts.queries
-            totals.add_indexer(aux.indexer_losses)
+            totals.indexers.add(aux.indexer_losses)
         totals.add_loads(aux.loads)
         return loss
 
     def _balance(self, loads: list[Tensor], rate: float) -> None:
         # Without loads no router ran: a dense trunk whose MTP block does not train.
-        for (_, router), load in zip(self.routers if loads else [], loads, strict=True):
+        for router, load in zip(self.routers if loads else [], loads, strict=True):
             router.e_score_correction_bias.copy_(router_bias_update(router.e_score_correction_bias, load, rate))
 
     def _trainable(self) -> list[tuple[str, nn.Parameter]]:
@@ -206,7 +204,7 @@ class Trainer:
         return found.metrics()
 
     def _bias_range(self) -> dict[str, float]:
-        biases = torch.stack([r.e_score_correction_bias for _, r in self.routers]) if self.routers else torch.zeros(1)
+        biases = torch.stack([r.e_score_correction_bias for r in self.routers]) if self.routers else torch.zeros(1)
         return {"min": float(biases.min()), "max": float(biases.max())}
 
     @torch.no_grad()

@@ -1,9 +1,9 @@
-"""Losses of pre-training: next token, multi-token prediction, and expert balance.
+"""Losses of pre-training, next token and multi-token prediction; and the router's bias, which balances without one.
 
 Everything here is a sum. The caller adds up the sums of all micro-batches and ranks and divides once by a global
 count, so that a gradient does not depend on how a batch was split. Sources: the report, section 2.1 (shared MTP) and
-GLM-4.5 (MTP weight, bias rate, balance weight), which take the forms from DeepSeek-V3. Read next:
-`kernels.cross_entropy`, `kernels.balance`, then the loop.
+GLM-4.5 (MTP weight, bias rate), which take the forms from DeepSeek-V3. Read next: `kernels.cross_entropy`,
+`kernels.balance`, then the loop.
 """
 
 from __future__ import annotations
@@ -14,15 +14,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from glm5.kernels.balance import sequence_balance_loss
 from glm5.kernels.cross_entropy import linear_cross_entropy
-
-__all__ = [
-    "LanguageModelLoss",
-    "language_model_loss",
-    "router_bias_update",
-    "sequence_balance_loss",
-]
 
 
 @dataclass(frozen=True)

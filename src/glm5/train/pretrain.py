@@ -11,7 +11,6 @@ Source: report sections 2.1 and 2.2. Read next: `prepare`, `loop`, then `sparsif
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -21,17 +20,16 @@ from glm5.model.config import ModelConfig
 from glm5.model.glm5 import GLM5
 from glm5.model.presets import nano
 from glm5.text.tokenizer import Tokenizer, load_tokenizer
-from glm5.train.config import LearningRate, TrainConfig
+from glm5.train.config import TrainConfig
 from glm5.train.estimate import count_parameters
 from glm5.train.evaluate import held_out
 from glm5.train.loop import Trainer
-from glm5.train.prepare import Prepared, TextConfig, prepare
-from glm5.train.schedule import BatchWarmup
+from glm5.train.prepare import Prepared, Say, TextConfig, prepare
+from glm5.train.schedule import BatchWarmup, LearningRate
 from glm5.utils.devices import resolve_device
 from glm5.utils.errors import ConfigError
 from glm5.utils.files import exclusive, require_writable, write_json
 
-Say = Callable[[str], None]
 # What a resumed run may change, beside its stage's `loop.MAY_DIFFER`: where things lie, and how much is measured.
 ALSO_MAY_DIFFER = {"run", "corpus", "tokenizer", "held_out_rows", "dry_run"}
 
@@ -172,7 +170,7 @@ def pretrain(config: PretrainConfig, say: Say = print) -> Pretrained:
 def train(config: PretrainConfig, data: Prepared, run: Path) -> Trainer:
     """The training itself, in `run`."""
     model = GLM5(config.model, seed=config.init_seed).to(config.device)
-    loader = Loader(data.training, config.train.seed, config.model.vocab_size)
+    loader = Loader(data.training, config.train.seed)
     trainer = Trainer(config.train, model, loader, run)
     trainer.run(resolved=replace(config, dry_run=False), may_differ=ALSO_MAY_DIFFER, title="pretrain")
     return trainer

@@ -1,84 +1,57 @@
 """Schedules: learning rate by step and batch size by samples, as pure functions of progress.
 
 Nothing here keeps state, so a resumed run asks with the step (or the samples seen) and gets the same value. The
-report's own values stand in `config`, their source; what it leaves open (length of the warm-up, shape of the ramps)
-is an argument or is marked as our choice. Needs no torch. Read next: `config`.
+report gives the rates' ends (sections 2.1.1 and 2.3); the length of the warm-up, the line in the indexers' warm-up and
+the shape of the batch's growth are our choices. Needs no torch. Read next: `config`.
 """
 
 from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Literal
 
 from glm5.utils.errors import ConfigError
 
-
-class Schedule(Protocol):
-    """A value for every step; steps count from 0, and the value at step s is the one that update s uses."""
-
-    def at(self, step: int) -> float:
-        """The value at `step`."""
+Shape = Literal["cosine", "linear", "constant"]
 
 
 @dataclass(frozen=True)
-class Constant:
-    """The same value at every step."""
+class LearningRate:
+    """Learning rate by step. The report: 0 → 2e-4 → 4e-5 by cosine; 5e-3 → 2e-4 in warm-up; 1e-5 in adaptation."""
 
-    value: float
-
-    def at(self, step: int) -> float:
-        """`value`."""
-        _check_progress("step", step)
-        return self.value
-
-
-@dataclass(frozen=True)
-class WarmupCosine:
-    """Linear from 0 to `peak` over `warmup_steps`, then half a cosine to `final`, reached at `total_steps`.
-
-    The first update already moves: step s of the warm-up has (s + 1) / warmup_steps of the way behind it. After
-    `total_steps` the value stays `final`.
-    """
-
-    peak: float
-    final: float
-    total_steps: int
+    peak: float = 2e-4
+    """Highest value (constant: the value)."""
+    final: float = 4e-5
+    """Value that the run ends at."""
     warmup_steps: int = 0
+    """Steps of linear warm-up from 0 (cosine only)."""
+    shape: Shape = "cosine"
+    """Course after the warm-up."""
 
     def __post_init__(self) -> None:
-        _check_positive("total_steps", self.total_steps)
-        if not 0 <= self.warmup_steps <= self.total_steps:
-            raise ConfigError("warmup_steps", self.warmup_steps, f"must lie in [0, total_steps={self.total_steps}]")
+        for name in ("peak", "final"):
+            if not 0 <= getattr(self, name) < float("inf"):
+                raise ConfigError(name, getattr(self, name), "must be a finite number of at least 0")
+        if self.warmup_steps < 0:
+            raise ConfigError("warmup_steps", self.warmup_steps, "must be at least 0")
 
-    def at(self, step: int) -> float:
-        """The value at `step`."""
-        _check_progress("step", step)
-        if step < self.warmup_steps:
-            return self.peak * (step + 1) / self.warmup_steps
-        if step >= self.total_steps:
+    def at(self, step: int, steps: int) -> float:
+        """The rate of update `step`, counted from 0, of a run of `steps`; `final` (constant: `peak`) after its end.
+
+        The first update already moves: that of step s of the warm-up has (s + 1) / warmup_steps of the peak.
+        """
+        if self.shape == "constant":
+            return self.peak
+        if step >= steps:
             return self.final
-        progress = (step - self.warmup_steps) / (self.total_steps - self.warmup_steps)
+        if self.shape == "linear":
+            return self.peak + (self.final - self.peak) * (step / steps)
+        warmup = min(self.warmup_steps, steps)
+        if step < warmup:
+            return self.peak * (step + 1) / warmup
+        progress = (step - warmup) / (steps - warmup)
         return self.final + (self.peak - self.final) * 0.5 * (1.0 + math.cos(math.pi * progress))
-
-
-@dataclass(frozen=True)
-class LinearDecay:
-    """A straight line from `start` at step 0 to `end` at `total_steps`, and `end` from there on."""
-
-    start: float
-    end: float
-    total_steps: int
-
-    def __post_init__(self) -> None:
-        _check_positive("total_steps", self.total_steps)
-
-    def at(self, step: int) -> float:
-        """The value at `step`."""
-        _check_progress("step", step)
-        if step >= self.total_steps:
-            return self.end
-        return self.start + (self.end - self.start) * (step / self.total_steps)
 
 
 @dataclass(frozen=True)
@@ -91,9 +64,13 @@ class BatchWarmup:
     """
 
     initial: int
+    """Rows in the first step."""
     final: int
+    """Rows in a step at the end."""
     ramp: int
+    """Rows seen when the growth ends; 0 begins with `final`."""
     multiple: int = 1
+    """Of what every batch is a multiple."""
 
     def __post_init__(self) -> None:
         for name in ("initial", "final", "multiple"):

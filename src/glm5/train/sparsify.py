@@ -11,7 +11,6 @@ Source: report section 2.1.1 (warm-up of 1,000 steps at 5e-3 falling to 2e-4, ad
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -20,17 +19,17 @@ from glm5.data.loader import Loader
 from glm5.model.glm5 import GLM5
 from glm5.model.weights import load_model
 from glm5.text.tokenizer import load_tokenizer
-from glm5.train.config import LearningRate, TrainConfig
+from glm5.train.config import TrainConfig
 from glm5.train.evaluate import held_out, indexer_recall
 from glm5.train.loop import MAY_DIFFER, Trainer
-from glm5.train.prepare import Prepared, TextConfig, prepare
+from glm5.train.prepare import Prepared, Say, TextConfig, prepare
 from glm5.train.rows import check_stage
+from glm5.train.schedule import LearningRate
 from glm5.utils.devices import resolve_device
 from glm5.utils.errors import ConfigError
 from glm5.utils.files import exclusive, read_json, require_writable, sha256_file, write_json
 from glm5.utils.runlog import keep_config
 
-Say = Callable[[str], None]
 # What a resumed run may change, beside its stages' `MAY_DIFFER`: where things lie, and how much is measured.
 ALSO_MAY_DIFFER = {"run", "corpus", "checkpoint", "held_out_rows", "recall_rows"}
 
@@ -126,7 +125,7 @@ def sparsify(config: SparsifyConfig, say: Say = print) -> Sparsified:
 
 
 def _train(stage: TrainConfig, model: GLM5, data: Prepared, directory: Path, title: str) -> Trainer:
-    loader = Loader(data.training, stage.seed, model.config.vocab_size)
+    loader = Loader(data.training, stage.seed)
     trainer = Trainer(stage, model, loader, directory)
     trainer.run(title=title)
     return trainer

@@ -64,9 +64,6 @@ class Totals:
             own += [torch.zeros_like(own[0])] * (self.routers - len(own))
         self.loads = own if not self.loads else [a + b for a, b in zip(self.loads, own, strict=True)]
 
-    def add_indexer(self, losses: list[IndexerLoss]) -> None:
-        self.indexers.add(losses)
-
     def metrics(self, bytes_per_token: float, *, recall: bool) -> dict[str, Any]:
         out: dict[str, Any] = {}
         if self.ce is not None and self.ce_tokens is not None:

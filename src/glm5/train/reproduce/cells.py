@@ -166,7 +166,7 @@ class Lab:
             model = GLM5(cell.model, seed=cell.seed)
         else:
             model = self._train(cell.parent, watch).fp32_model().requires_grad_(True)
-        loader = Loader(self.text.training, cell.train.seed, cell.model.vocab_size)
+        loader = Loader(self.text.training, cell.train.seed)
         trainer = Trainer(cell.train, model.to(self.device), loader, self.directory / cell.name)
         trainer.run(resolved=cell, title=cell.name, on_step=None if watch is None else watch(cell))
         return trainer

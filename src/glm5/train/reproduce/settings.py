@@ -11,7 +11,7 @@ from typing import Literal
 
 from glm5.model.config import ModelConfig
 from glm5.model.presets import mini, nano
-from glm5.train.config import LearningRate
+from glm5.train.schedule import LearningRate
 from glm5.utils.errors import ConfigError
 
 Table = Literal["table1", "table2", "table6"]

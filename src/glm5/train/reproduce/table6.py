@@ -19,13 +19,13 @@ import torch
 from glm5.data.loader import TokenDataset
 from glm5.kernels.cross_entropy import linear_logprobs
 from glm5.model.glm5 import GLM5
-from glm5.train.config import LearningRate
 from glm5.train.evaluate import indexer_recall
 from glm5.train.reproduce import published
 from glm5.train.reproduce.cells import Cell, Lab, Measured, by_seed
 from glm5.train.reproduce.outcome import Chart, Column, Comparison, ReportTable, Row
 from glm5.train.reproduce.verdict import Claim, Verdict, judge
 from glm5.train.rows import Rows
+from glm5.train.schedule import LearningRate
 from glm5.utils.errors import ConfigError, DataError
 
 DENSE, WARMUP, SPARSE = published.TABLE6
