@@ -50,8 +50,7 @@ def find(tree: PrefixTree, text: str) -> list[Node]:
 
 def use(tree: PrefixTree, text: str) -> None:
     nodes = find(tree, text)
-    tree.acquire(nodes)
-    tree.abandon(nodes)
+    tree.touch(nodes)
 
 
 def texts(tree: PrefixTree) -> dict[str, str]:

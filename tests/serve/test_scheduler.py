@@ -9,7 +9,8 @@ import pytest
 from glm5.serve.pages import Copy, PageError, PagePool
 from glm5.serve.prefix import PrefixTree
 from glm5.serve.request import Finish, Request, SamplingParams
-from glm5.serve.scheduler import Outcome, Plan, Scheduler, Sequence
+from glm5.serve.scheduler import Scheduler
+from glm5.serve.sequence import Outcome, Plan, Sequence
 from glm5.utils.errors import ConfigError, UserError
 
 SIZE = 4
@@ -237,6 +238,22 @@ def test_entry_is_in_order_and_leaves_a_page_to_each_that_runs() -> None:
     assert rows(step(s)) == [("a", 0, 12), ("b", 0, 12)]
 
 
+def test_waiting_for_a_place_is_no_use_of_a_prefix() -> None:
+    s = new_scheduler(max_running=1)
+    ask(s, "a", list(range(5)), max_new_tokens=1)
+    finish(s)
+    ask(s, "b", 3)
+    step(s)
+    ask(s, "c", list(range(5)))
+    node = next(s.tree.nodes())
+    before = (node.used, node.uses)
+    step(s)
+    assert (node.used, node.uses) == before
+    s.abort("b")
+    step(s)
+    assert node.uses == before[1] + 1
+
+
 def test_the_last_in_order_is_preempted_and_comes_back_where_it_was() -> None:
     s = new_scheduler(pages=6, context=20)
     (a,) = ask(s, "a", 7)
@@ -381,6 +398,16 @@ def test_entries_of_old_weights_are_shared_with_nobody() -> None:
     s.abort("a")
     s.set_version("0", keep=True)
     assert s.tree.match(a.keys(2, SIZE)) == []
+
+
+def test_entries_of_old_weights_are_not_continued_with_pages_of_the_new() -> None:
+    s = new_scheduler(max_running=2, max_batched_tokens=4)
+    prompt = list(range(13))
+    ask(s, "a", prompt)
+    step(s)
+    s.set_version("1")
+    ask(s, "b", prompt, priority=1, max_new_tokens=1)
+    assert [rows(step(s)) for _ in range(4)][-1] == [("b", 12, 1), ("a", 4, 3)]
 
 
 def test_what_was_retracted_is_read_again_under_new_weights() -> None:

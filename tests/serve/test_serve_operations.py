@@ -30,7 +30,8 @@ from hypothesis.stateful import (
 from glm5.serve.pages import PagePool
 from glm5.serve.prefix import PrefixTree
 from glm5.serve.request import Finish, Request, SamplingParams
-from glm5.serve.scheduler import Item, Outcome, Plan, Scheduler, Sequence
+from glm5.serve.scheduler import Scheduler
+from glm5.serve.sequence import Item, Outcome, Plan, Sequence
 from glm5.utils.errors import UserError
 
 Entry = tuple[int, str]  # the text up to and with this slot, and the weights that wrote it

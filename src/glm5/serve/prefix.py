@@ -44,7 +44,7 @@ class Node:
         self.page: int | None = None
         self.slot: int | None = None
         self.resident = 0  # children whose page is on the device
-        self.used = self.uses = 0
+        self.used, self.uses = 0, 1
 
 
 class PrefixTree:
@@ -81,10 +81,8 @@ class PrefixTree:
         return found
 
     def acquire(self, nodes: Sequence[Node]) -> None:
-        """Take a reference to the page or slot of each node, and mark it as used."""
-        self._clock += 1
+        """Take a reference to the page or slot of each node."""
         for node in nodes:
-            self._touch(node)
             if node.page is not None:
                 self.pool.device.share(node.page)
             else:
@@ -104,6 +102,13 @@ class PrefixTree:
         self.pool.restore(slot, page)
         self.pool.host.release(slot)
         self._settle(node, page)
+
+    def touch(self, nodes: Sequence[Node]) -> None:
+        """Mark nodes as used now."""
+        self._clock += 1
+        for node in nodes:
+            node.used = self._clock
+            node.uses += 1
 
     def count(self, queries: int, hits: int) -> None:
         """Add to the statistics: tokens asked for, and those that need not be read again."""
@@ -130,7 +135,7 @@ class PrefixTree:
             elif child.page != page:
                 self.pool.device.share(child.page)
                 self.pool.device.release(page)
-            self._touch(child)
+            child.used = self._clock
             assert child.page is not None
             held.append(child.page)
             node = child
@@ -210,10 +215,6 @@ class PrefixTree:
                 raise PageError(f"{tier.name}: the tree holds {sorted(held)}, the pool says otherwise")
 
     # ------------------------------------------------------------------ moving
-    def _touch(self, node: Node) -> None:
-        node.used = self._clock
-        node.uses += 1
-
     def _settle(self, node: Node, page: int) -> None:
         """Put a node on the device, from the host or new."""
         assert node.parent is not None

@@ -12,7 +12,7 @@ Order is by priority, then arrival, and strict:
   so that coming back is mostly a prefix hit; its ids are kept.
 
 A sequence that was planned is in flight until its plan is committed: it is not planned again, not preempted, and its
-pages stay, even if it is aborted. So a plan can be made while another runs. Read next: `engine`.
+pages stay, even if it is aborted. So a plan can be made while another runs. Read next: `sequence`, `engine`.
 """
 
 from __future__ import annotations
@@ -21,109 +21,12 @@ import bisect
 import itertools
 from collections.abc import Mapping
 from collections.abc import Sequence as Seq
-from dataclasses import dataclass, field
-from typing import Literal
 
-from glm5.serve.pages import Copy, PageError, PagePool
-from glm5.serve.prefix import Node, PrefixTree, page_keys
+from glm5.serve.pages import PageError, PagePool
+from glm5.serve.prefix import Node, PrefixTree
 from glm5.serve.request import Finish, Request
+from glm5.serve.sequence import Item, Order, Outcome, Plan, Sequence
 from glm5.utils.errors import ConfigError, UserError
-
-State = Literal["waiting", "running", "preempted", "finished"]
-
-
-@dataclass(eq=False)
-class Sequence:
-    """Answer `index` of a request. Equal only to itself.
-
-    Attributes:
-        limit: ids that prompt and answer may hold together.
-        ids: of prompt and answer so far. The last one of an answer has no cache entry yet.
-        computed: how many of `ids`, from the first, have entries in the cache.
-        pages: the page table.
-        state: "waiting" never ran; "preempted" ran, or was forked, and has no pages now.
-        decoding: its last id is all that is left to run, and the hidden state before it is at hand, so drafts can be
-            made. siblings: answers that begin when this one's prompt was read. item: what is in flight.
-        cached: prompt tokens that need not be read. cache_version: of the weights that wrote its
-            entries; None where they are not to be shared.
-        oldest_version: of the weights that gave the first id of the answer; None before there is one.
-    """
-
-    request: Request
-    index: int
-    limit: int
-    order: tuple[int, float, int, int]
-    ids: list[int]
-    computed: int = 0
-    pages: list[int] = field(default_factory=list)
-    state: State = "waiting"
-    finish: Finish | None = None
-    decoding: bool = False
-    siblings: tuple[Sequence, ...] = ()
-    item: Item | None = None
-    cached: int = 0
-    cache_version: str | None = None
-    oldest_version: str | None = None
-    _keys: list[bytes] = field(default_factory=list, repr=False)
-
-    @property
-    def prompt_tokens(self) -> int:
-        return len(self.request.input_ids)
-
-    @property
-    def generated(self) -> int:
-        """Ids of the answer so far."""
-        return len(self.ids) - self.prompt_tokens
-
-    def keys(self, n: int, page_size: int) -> list[bytes]:
-        """The keys of its first n pages; so many must be whole."""
-        self._keys += page_keys(self.ids, page_size, len(self._keys))
-        return self._keys[:n]
-
-
-@dataclass(frozen=True, eq=False)
-class Item:
-    """What one sequence runs in a step: `ids[start : start + count]`, then `drafts` drafts.
-
-    Args:
-        pages: its page table for slots [0, start + count + drafts); those from `start` on are its own to write.
-        answers: those who get ids from the last row: nobody in the middle of a prompt; the sequence itself; and at the
-            end of a prompt with n > 1 all answers to it, each drawing its own.
-    """
-
-    sequence: Sequence
-    start: int
-    count: int
-    drafts: int
-    pages: tuple[int, ...]
-    answers: tuple[Sequence, ...]
-
-    @property
-    def slots(self) -> int:
-        return self.count + self.drafts
-
-
-@dataclass(frozen=True)
-class Plan:
-    """One step: make the copies in their order, then run the items in one batch."""
-
-    copies: tuple[Copy, ...]
-    items: tuple[Item, ...]
-
-    @property
-    def tokens(self) -> int:
-        return sum(item.slots for item in self.items)
-
-
-@dataclass(frozen=True)
-class Outcome:
-    """What an answer got: the accepted drafts and one id more, or fewer if they end it; `finish` if so.
-
-    No ids, with a `finish` of type "error", means that the step's entries are not to be trusted.
-    """
-
-    ids: tuple[int, ...]
-    finish: Finish | None = None
 
 
 class Scheduler:
@@ -356,6 +259,7 @@ class Scheduler:
         if pages is None:
             self.tree.abandon(nodes)
             return False
+        self.tree.touch(nodes)
         new = iter(pages)
         for node in nodes:
             if node.page is None:
@@ -418,6 +322,7 @@ class Scheduler:
         keys = sequence.keys(self._matchable(sequence), self.pool.page_size)
         nodes = list(itertools.takewhile(lambda node: node.page is not None, self.tree.match(keys)[at:]))
         self.tree.acquire(nodes)
+        self.tree.touch(nodes)
         for i, node in enumerate(nodes, at):
             assert node.page is not None
             self.pool.device.release(sequence.pages[i])
@@ -515,5 +420,5 @@ class Scheduler:
                 raise PageError(f"{s.request.rid} waits as {s.state} with pages")
 
 
-def _order(sequence: Sequence) -> tuple[int, float, int, int]:
+def _order(sequence: Sequence) -> Order:
     return sequence.order
