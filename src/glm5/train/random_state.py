@@ -1,7 +1,7 @@
 """The state of every random generator, as tensors and JSON, so that a resumed run draws what it would have drawn.
 
-Covers torch (CPU, every CUDA device, and generators that the caller owns), numpy's global generator and Python's.
-No pickle. Read next: `checkpoint`, which stores both halves.
+Covers the global generators of torch (CPU and every CUDA device), numpy and Python. No pickle. Read next:
+`checkpoint`, which stores both halves.
 """
 
 from __future__ import annotations
@@ -16,8 +16,6 @@ from torch import Tensor
 
 from glm5.utils.errors import CheckpointError
 
-Generators = Mapping[str, torch.Generator]
-
 
 def seed_random_state(seed: int) -> None:
     """Set the global generators (torch on every device, numpy, Python) to a state that follows from `seed` alone.
@@ -29,11 +27,8 @@ def seed_random_state(seed: int) -> None:
     random.seed(seed)
 
 
-def capture_random_state(generators: Generators | None = None) -> tuple[dict[str, Tensor], dict[str, Any]]:
+def capture_random_state() -> tuple[dict[str, Tensor], dict[str, Any]]:
     """The state of all generators now.
-
-    Args:
-        generators: name -> torch generator that the caller owns (a data loader's, say).
 
     Returns:
         (tensors, state): a group of tensors and a JSON-able dict for `CheckpointStore.save`; both are copies.
@@ -42,8 +37,6 @@ def capture_random_state(generators: Generators | None = None) -> tuple[dict[str
     if torch.cuda.is_available() and torch.cuda.is_initialized():
         for i, cuda_state in enumerate(torch.cuda.get_rng_state_all()):
             tensors[f"torch.cuda.{i}"] = cuda_state
-    for name, generator in (generators or {}).items():
-        tensors[f"generator.{name}"] = generator.get_state().cpu()
     numpy_state = np.random.get_state(legacy=False)  # noqa: NPY002 (the global one is what to save)
     assert isinstance(numpy_state, dict)
     if numpy_state["bit_generator"] != "MT19937":
@@ -62,26 +55,16 @@ def capture_random_state(generators: Generators | None = None) -> tuple[dict[str
     return tensors, state
 
 
-def restore_random_state(
-    tensors: Mapping[str, Tensor], state: Mapping[str, Any], generators: Generators | None = None
-) -> None:
+def restore_random_state(tensors: Mapping[str, Tensor], state: Mapping[str, Any]) -> None:
     """Set all generators to what `capture_random_state` saw.
 
     Args:
         tensors, state: its two results.
-        generators: the same names as at the capture.
 
     Raises:
-        CheckpointError: the generators or CUDA devices are not those of the capture, so that the run could not
-            continue as it would have; nothing was changed.
+        CheckpointError: here are fewer CUDA devices than at the capture, so that the run could not continue as it would
+            have; nothing was changed.
     """
-    generators = generators or {}
-    saved = {n.removeprefix("generator.") for n in tensors if n.startswith("generator.")}
-    if saved != set(generators):
-        raise CheckpointError(
-            f"the checkpoint holds the random generators {sorted(saved)}, and this run has {sorted(generators)}",
-            "Resume with the same kind of run that saved it",
-        )
     cuda = sorted(n for n in tensors if n.startswith("torch.cuda."))
     if len(cuda) > torch.cuda.device_count():
         raise CheckpointError(
@@ -91,8 +74,6 @@ def restore_random_state(
     torch.set_rng_state(tensors["torch.cpu"].cpu())
     for name in cuda:
         torch.cuda.set_rng_state(tensors[name].cpu(), int(name.removeprefix("torch.cuda.")))
-    for name, generator in generators.items():
-        generator.set_state(tensors[f"generator.{name}"].cpu())
     key = tensors["numpy"].cpu().numpy().astype(np.uint32)
     np.random.set_state(  # noqa: NPY002
         {
