@@ -241,6 +241,16 @@ def test_text_of_a_value_is_verbatim_and_never_a_marker(compiler: GrammarCompile
     assert np.flatnonzero(matcher.allowed()).tolist() == [special["<arg_key>"]]
 
 
+def test_a_declared_parameter_is_not_taken_for_another(compiler: GrammarCompiler, tokenizer: Tokenizer) -> None:
+    special = tokenizer.special
+    for key, first in (("q", b"n"), ("r", b"tf")):
+        matcher = compiler.compile(tools("gets")).matcher()
+        ids = [special["<tool_call>"], *tokenizer.encode("gets"), special["<arg_key>"], *tokenizer.encode(key)]
+        assert all(matcher.advance(id) for id in [*ids, special["</arg_key>"], special["<arg_value>"]])
+        allowed = np.flatnonzero(matcher.allowed()).tolist()
+        assert {tokenizer.decode_bytes([id])[0] for id in allowed} == set(first)
+
+
 # ------------------------------------------------------------------------------------------------ matchers, errors
 def test_answers_share_a_grammar_but_not_their_place(compiler: GrammarCompiler, tokenizer: Tokenizer) -> None:
     grammar = compiler.compile(Constraint("regex", "[0-9]{2}"))

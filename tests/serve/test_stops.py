@@ -52,6 +52,13 @@ def test_a_character_counts_once_its_bytes_are_there() -> None:
     assert feed(["S"], [euro[:2], b"S"]) == ("�", StopMatch("S", 1, 0))
 
 
+def test_a_match_that_was_passed_over_is_not_found_again() -> None:
+    matcher = StopMatcher(["ab", "wxyz"])
+    assert matcher.push(b"ab") == StopMatch("ab", 2, 0)
+    assert matcher.push(b"c") is None
+    assert matcher.push(b"ab") == StopMatch("ab", 2, 0)
+
+
 def test_what_may_yet_become_a_stop_is_held() -> None:
     matcher = StopMatcher(["</end>", "d>x"])
     assert (matcher.push(b"text <"), matcher.held) == (None, 1)

@@ -284,7 +284,7 @@ class Sampler:
             x_V[self._marks.end_think] = 0.0
         elif state.matcher is not None and not phase.waiting:
             may_V = np.zeros(len(x_V), dtype=bool)
-            allowed = state.matcher.allowed()
+            allowed = state.matcher.allowed()[: len(x_V)]
             may_V[: len(allowed)] = allowed
             may_V[stops] = False  # a stop id is never part of the form
             if state.matcher.complete and not (early and may_V.any()):
