@@ -176,7 +176,7 @@ async def storm(client: httpx.AsyncClient, count: int, seed: int, at_once: int =
 
     async def bystander() -> None:
         nonlocal wanted
-        body = {"messages": HI, "logprobs": True, "return_token_ids": True}
+        body = {"messages": HI, "return_token_ids": True}
         answer = (await client.post("/v1/chat/completions", json=body)).json()
         told = json.dumps(answer["choices"])
         wanted = wanted or told

@@ -20,8 +20,8 @@ from glm5.serve.http.bodies import Body, Name, stops
 from glm5.serve.http.conversation import Conversation, Reply, Thinking, ToolChoice, follow, prepare, replies_to
 from glm5.serve.http.errors import AnthropicErrorAnswer, ApiError, Json
 from glm5.serve.http.server import STREAMED, Events, EventStream, Server, event, new_id, unless_gone
+from glm5.text.events import CallArguments, CallEnd, CallStart, Content, Event, Reasoning, fold
 from glm5.text.messages import Message, Tool, ToolCall, messages_from_openai, tools_from_openai
-from glm5.text.parser import CallArguments, CallEnd, CallStart, Content, Event, Reasoning, fold
 
 STOP_REASONS = {"stop": "end_turn", "tool_calls": "tool_use", "length": "max_tokens", "abort": "pause_turn"}
 

@@ -57,7 +57,15 @@ def create_app(
             if stop is not None:
                 await stop()
 
-    app = FastAPI(title="glm5", version=glm5.__version__, lifespan=lifespan, responses=_documented())
+    # No pages of documentation: they load scripts from elsewhere, which could then call everything here.
+    app = FastAPI(
+        title="glm5",
+        version=glm5.__version__,
+        lifespan=lifespan,
+        responses=_documented(),
+        docs_url=None,
+        redoc_url=None,
+    )
     app.state.server = server
     errors.install(app)
     for room in (chat, completions, responses, anthropic, native, control, tokens):
@@ -142,7 +150,13 @@ def serve(app: FastAPI, ready: Callable[[str, int], None] | None = None, log_lev
     state: Server = app.state.server
     options = state.options
     config = uvicorn.Config(
-        app, host=options.host, port=options.port, log_level=log_level, timeout_graceful_shutdown=10, ws="none"
+        app,
+        host=options.host,
+        port=options.port,
+        log_level=log_level,
+        timeout_graceful_shutdown=10,
+        timeout_keep_alive=75,  # longer than proxies keep theirs, so that none sends into a connection that closes
+        ws="none",
     )
     server = _Uvicorn(config, state)
 

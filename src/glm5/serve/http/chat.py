@@ -19,8 +19,8 @@ from glm5.serve.http.bodies import Body, Name, ResponseFormat, SamplingFields, S
 from glm5.serve.http.conversation import Conversation, Reply, Thinking, ToolChoice, follow, prepare, replies_to, usage
 from glm5.serve.http.errors import ApiError, Json
 from glm5.serve.http.server import DONE, STREAMED, Events, EventStream, Server, event, new_id, unless_gone
+from glm5.text.events import CallArguments, CallStart, Content, Event, Reasoning, fold
 from glm5.text.messages import messages_from_openai, tools_from_openai
-from glm5.text.parser import CallArguments, CallStart, Content, Event, Reasoning, fold
 
 Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
 

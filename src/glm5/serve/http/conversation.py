@@ -18,8 +18,9 @@ from glm5.serve.http.errors import ApiError
 from glm5.serve.http.server import Server, new_id
 from glm5.serve.request import Constraint, Delta, Request, SamplingParams
 from glm5.text.chat import render
+from glm5.text.events import CallStart, Event
 from glm5.text.messages import Message, Tool
-from glm5.text.parser import CallStart, Event, Parser
+from glm5.text.parser import Parser
 
 
 @dataclass(frozen=True)

@@ -21,8 +21,8 @@ from glm5.serve.http.chat import Effort
 from glm5.serve.http.conversation import Conversation, Reply, Thinking, ToolChoice, follow, prepare, replies_to, usage
 from glm5.serve.http.errors import ApiError, Json, as_api_error
 from glm5.serve.http.server import STREAMED, Events, EventStream, Server, event, new_id, unless_gone
+from glm5.text.events import CallArguments, CallEnd, CallStart, Content, Event, Reasoning
 from glm5.text.messages import messages_from_openai, tools_from_openai
-from glm5.text.parser import CallArguments, CallEnd, CallStart, Content, Event, Reasoning
 
 KEPT = 1024
 Item = dict[str, Any]
