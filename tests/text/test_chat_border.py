@@ -36,6 +36,7 @@ def call(arguments: Any, name: Any = "f", **more: Any) -> dict[str, Any]:
         # Thinking inside the content, with and without its first tag; given apart, the content is left alone.
         ({"role": "assistant", "content": "<think>\nr\n</think>\n\nc"}, Message("assistant", "c", "r")),
         ({"role": "assistant", "content": "r</think>c"}, Message("assistant", "c", "r")),
+        ({"role": "assistant", "content": "r</think>lost</think>c"}, Message("assistant", "c", "r")),
         (
             {"role": "assistant", "content": "r</think>c", "reasoning_content": "x"},
             Message("assistant", "r</think>c", "x"),
