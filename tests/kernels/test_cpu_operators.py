@@ -1,4 +1,4 @@
-"""The C++ versions for a few queries on a CPU: each against its specification, and where they step in."""
+"""The C++ versions on a CPU: each against its specification, and where they step in."""
 
 from __future__ import annotations
 
@@ -172,11 +172,11 @@ def test_sums_the_chosen_experts(tokens: int, allowed: int, specification: None)
 
 
 # --------------------------------------------------------------------------- dispatch
-def attend(rows: int = 1, dtype: torch.dtype = torch.float32) -> Tensor:
+def attend(heads: int = 2, dtype: torch.dtype = torch.float32) -> Tensor:
     keys = normal(1, 9, 1, 6).to(dtype)
-    visible = Visibility.causal(1, rows, 9 - rows)
-    selected = torch.zeros(1, rows, 1, dtype=torch.int32)
-    return sparse_attention(normal(1, rows, 2, 6).to(dtype), keys, keys[..., :4], selected, visible, 1.0)
+    selected = torch.zeros(1, 1, 1, dtype=torch.int32)
+    visible = Visibility.causal(1, 1, 8)
+    return sparse_attention(normal(1, 1, heads, 6).to(dtype), keys, keys[..., :4], selected, visible, 1.0)
 
 
 def taken(monkeypatch: pytest.MonkeyPatch) -> list[str]:
@@ -187,11 +187,11 @@ def taken(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 
 @needs_compiler
-def test_steps_in_for_a_few_fp32_rows_without_gradients(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_steps_in_for_fp32_without_gradients(monkeypatch: pytest.MonkeyPatch) -> None:
     used = taken(monkeypatch)
     attend()
     assert used == ["cpu.sparse_attention"]
-    attend(rows=dispatch.FEW_QUERIES + 1)
+    attend(heads=dispatch.QUERY_UP_TO)
     attend(dtype=torch.bfloat16)
     monkeypatch.setenv("GLM5_KERNELS", "torch")
     attend()

@@ -90,6 +90,13 @@ def train_dense(model: GLM5, ids: Tensor) -> None:
     torch.autograd.grad(loss, list(model.parameters()), allow_unused=True)
 
 
+@pytest.fixture(params=["as dispatched", "specifications"])
+def kernels(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    if request.param == "specifications":
+        monkeypatch.setenv("GLM5_KERNELS", "torch")
+
+
+@pytest.mark.usefixtures("kernels")
 @pytest.mark.parametrize(
     "run", [prefill, prefill_dense, prefill_in_chunks, prefill_padded, train, train_dense], ids=lambda f: f.__name__
 )
@@ -115,6 +122,7 @@ def test_twice_the_length_takes_twice_the_memory(
 
 def test_the_count_sees_a_square_tensor(monkeypatch: pytest.MonkeyPatch) -> None:
     """With tiles as large as the input, the same count finds the square, so it can find one."""
+    monkeypatch.setenv("GLM5_KERNELS", "torch")
     monkeypatch.setattr(tiling, "TILE_ELEMENTS", 2**40)
     model = tiny_model(0, max_position_embeddings=4096)
     ids = torch.randint(6, 320, (1, 1024), generator=torch.Generator().manual_seed(0))

@@ -24,10 +24,10 @@ from glm5.model.indexer import Indexer
 from glm5.model.layers import Linear, RMSNorm
 from glm5.model.trace import Aux, Trace
 
-# One multiply-add of gathered single-query attention is taken to cost so many of a masked matrix product's, since the
-# gather moves a row of memory for every few products. A cautious estimate, not a measured constant: prefill of `nano`
-# on one CPU thread was already faster gathered at 1,024 tokens (0.197 s against 0.212 s), where 3.6 would break even.
-GATHER_COST = 6
+# One multiply-add of gathered single-query attention costs about so many of a masked matrix product's, since the gather
+# moves a row of memory for every few products. Measured on one CPU thread with `nano`: 0.8 to 1.5 choose alike, and
+# prefill of 1,024 tokens takes 0.115 s, against 0.151 s with 6.
+GATHER_COST = 1.5
 
 
 class MLA(nn.Module):

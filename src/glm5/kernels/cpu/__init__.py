@@ -1,7 +1,7 @@
-"""A decode step's operators on a CPU in C++: a few queries, where calls into torch would cost more than the work.
+"""Operators on a CPU in C++: a decode step's, where calls into torch cost more than the work, and sparse prefill's.
 
 Compiled on first use by the machine's C++ compiler, called through ctypes with raw pointers; without a compiler the
-plain PyTorch versions run, and a warning says so. Read next: `operators`, `few.cpp`.
+plain PyTorch versions run, and a warning says so. Read next: `operators`, `operators.cpp`.
 """
 
 from __future__ import annotations

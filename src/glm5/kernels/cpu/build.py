@@ -1,4 +1,4 @@
-"""Compile few.cpp with the machine's C++ compiler, for its own processor. Read next: `operators`."""
+"""Compile operators.cpp with the machine's C++ compiler, for its own processor. Read next: `operators`."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def _found() -> tuple[ctypes.CDLL | None, str]:
     if compiler is None:
         return None, "no C++ compiler on PATH"
     try:
-        library = shared_library("cpu", compiler, FLAGS, [Path(__file__).parent / "few.cpp"], key=_processor())
+        library = shared_library("cpu", compiler, FLAGS, [Path(__file__).parent / "operators.cpp"], key=_processor())
     except KernelBuildError as error:
         return None, str(error)
     return library, f"compiled by {compiler}"

@@ -1,6 +1,6 @@
 """The C++ kernels as operators with the specification's signatures, for fp32 tensors without gradients.
 
-Read next: `few.cpp`.
+Read next: `operators.cpp`.
 """
 
 from __future__ import annotations
@@ -86,9 +86,9 @@ def grouped_swiglu(x_ND: Tensor, gate_up_EFD: Tensor, down_EDF: Tensor, expert_N
     (tokens, width), chosen, inner = x_ND.shape, expert_NM.shape[-1], down_EDF.shape[-1]
     x = x_ND.contiguous()
     out = torch.empty(tokens, width)
-    _function("glm5_grouped_swiglu", 6, 4, 0)(
+    _function("glm5_grouped_swiglu", 6, 5, 0)(
         *(x.data_ptr(), gate_up_EFD.data_ptr(), down_EDF.data_ptr(), expert_NM.data_ptr(), weight_NM.data_ptr()),
-        *(out.data_ptr(), tokens, chosen, width, inner),
+        *(out.data_ptr(), tokens, chosen, width, inner, _threads(tokens * chosen)),
     )
     return out
 

@@ -1,4 +1,5 @@
-// The operators of a decode step on a CPU, in fp32: a few queries, where calls into torch cost more than the work.
+// Operators on a CPU, in fp32 without gradients: where calls into torch cost more than the work, and where selection and
+// gathered attention would write down what is read once.
 //
 // Every query, and every head of it, is computed by itself in one fixed order, so a result does not depend on what
 // else is in the batch. Compiled with reassociation inside a dot product, but with NaN and infinity as IEEE has them.
@@ -242,16 +243,18 @@ void glm5_route(const float* logits, const float* bias, int64_t* expert, float* 
 // The chosen experts' SwiGLU of a few tokens. x [N, D]; gate_up [E, 2F, D]; down [E, D, F]; out [N, D].
 // An expert that several tokens chose reads its weights once for all of them.
 void glm5_grouped_swiglu(const float* x, const float* gate_up, const float* down, const int64_t* expert,
-                         const float* weight, float* out, int64_t tokens, int64_t chosen, int64_t width, int64_t inner) {
+                         const float* weight, float* out, int64_t tokens, int64_t chosen, int64_t width, int64_t inner,
+                         int64_t threads) {
   const int64_t pairs = tokens * chosen;
   std::vector<float> hidden(pairs * 2 * inner), parts(pairs * width);
-  std::vector<int64_t> order(pairs);
+  std::vector<int64_t> order(pairs), begins;
   for (int64_t p = 0; p < pairs; p++) order[p] = p;
   std::stable_sort(order.begin(), order.end(), [&](int64_t a, int64_t b) { return expert[a] < expert[b]; });
-  for (int64_t at = 0; at < pairs;) {
-    const int64_t e = expert[order[at]];
-    int64_t end = at;
-    while (end < pairs && expert[order[end]] == e) end++;
+  for (int64_t i = 0; i < pairs; i++)
+    if (i == 0 || expert[order[i]] != expert[order[i - 1]]) begins.push_back(i);
+  begins.push_back(pairs);
+  for_rows(static_cast<int64_t>(begins.size()) - 1, threads, [&](int64_t segment) {
+    const int64_t at = begins[segment], end = begins[segment + 1], e = expert[order[at]];
     const float *up = gate_up + e * 2 * inner * width, *back = down + e * width * inner;
     for (int64_t f = 0; f < 2 * inner; f++)
       for (int64_t i = at; i < end; i++)
@@ -263,8 +266,7 @@ void glm5_grouped_swiglu(const float* x, const float* gate_up, const float* down
     for (int64_t d = 0; d < width; d++)
       for (int64_t i = at; i < end; i++)
         parts[order[i] * width + d] = dot(back + d * inner, hidden.data() + order[i] * 2 * inner, inner);
-    at = end;
-  }
+  });
   std::fill(out, out + tokens * width, 0.f);
   for (int64_t p = 0; p < pairs; p++) axpy(out + p / chosen * width, parts.data() + p * width, weight[p], width);
 }
