@@ -298,6 +298,24 @@ def test_strictly_higher_priority_takes_the_place_of_lower() -> None:
     assert [x.request.rid for x in s.waiting] == ["b", "same"]
 
 
+def test_what_the_preempted_had_written_is_there_for_the_one_that_preempts() -> None:
+    """ "low" holds a page of the same text that "high" finds on the host; it becomes known only by the preemption."""
+    s = new_scheduler(host_pages=8, max_running=1)
+    text = [1, 2, 3, 4, 5, 7, 7, 7, 7, 7, 7, 7, 7]  # every answer is made of 7
+    ask(s, "a", text[:5], max_new_tokens=8)
+    finish(s)
+    s.tree.evict(3)
+    (low,) = ask(s, "low", text[:5], max_new_tokens=8)
+    while low.computed < 9:
+        step(s)
+    ask(s, "high", text, priority=1, max_new_tokens=1)
+    plan = step(s)
+    assert [copy.kind for copy in plan.copies] == ["to_device"]  # the third page; the second is here already
+    assert rows(plan) == [("high", 12, 1)]
+    finish(s)
+    assert s.pool.device.free + s.pool.device.idle == s.pool.device.count
+
+
 def test_nobody_is_preempted_for_one_that_could_not_enter_even_so() -> None:
     s = new_scheduler(pages=8, context=24)
     ask(s, "top", 16, priority=2)

@@ -20,7 +20,6 @@ from __future__ import annotations
 import bisect
 import itertools
 from collections.abc import Mapping
-from collections.abc import Sequence as Seq
 
 from glm5.serve.pages import PageError, PagePool
 from glm5.serve.prefix import Node, PrefixTree
@@ -248,14 +247,23 @@ class Scheduler:
             else:
                 sequence.pages += page
 
+    def _room(self, sequence: Sequence) -> tuple[list[Node], int] | None:
+        """The known beginning of a sequence and how many pages it needs beside it; None if it can't enter now."""
+        nodes = self.tree.match(sequence.keys(self._matchable(sequence), self.pool.page_size))
+        pages = [node.page for node in nodes if node.page is not None]
+        need = self.pool.pages_for(len(sequence.ids)) - len(pages)
+        idle = sum(map(self.pool.device.is_idle, pages))  # no longer to be had, when it holds them
+        return (nodes, need) if len(self.running) < self.max_running and self._can_spare(need + idle) else None
+
     def _enter(self, sequence: Sequence) -> bool:
         """Move the first of `waiting` to `running`, if there is a place and pages for all its ids."""
-        nodes = self.tree.match(sequence.keys(self._matchable(sequence), self.pool.page_size))
+        self._make_way(sequence)
+        room = self._room(sequence)
+        if room is None:
+            return False
+        nodes, need = room
         self.tree.acquire(nodes)
-        need = self.pool.pages_for(len(sequence.ids)) - sum(node.page is not None for node in nodes)
-        self._make_way(sequence, need, nodes)
-        placed = len(self.running) < self.max_running and self._can_spare(need)
-        pages = self._allocate(need) if placed else None
+        pages = self._allocate(need)
         if pages is None:
             self.tree.abandon(nodes)
             return False
@@ -276,17 +284,19 @@ class Scheduler:
         self._run(sequence)
         return True
 
-    def _make_way(self, sequence: Sequence, need: int, nodes: Seq[Node]) -> None:
+    def _make_way(self, sequence: Sequence) -> None:
         """Preempt sequences of strictly lower priority, last first, until `sequence` can enter; nobody if it can't."""
         lower = [s for s in self.running if s.item is None and s.request.priority < sequence.request.priority]
         if not lower:
             return
         others = [s for s in self.running if s not in lower]
-        held = {page for s in others for page in s.pages} | {node.page for node in nodes if node.page is not None}
-        if len(others) >= self.max_running or need + len(others) > self.pool.device.count - len(held):
-            return
-        while lower and (len(self.running) >= self.max_running or not self._can_spare(need)):
-            self._preempt(lower.pop())
+        known = self.tree.match(sequence.keys(self._matchable(sequence), self.pool.page_size))
+        shared = {node.page for node in known if node.page is not None}
+        held = shared.union(*(s.pages for s in others))
+        need = self.pool.pages_for(len(sequence.ids)) - len(shared)
+        if len(others) < self.max_running and len(held) + need + len(others) <= self.pool.device.count:
+            while lower and self._room(sequence) is None:
+                self._preempt(lower.pop())
 
     def _fork(self, first: Sequence, sequence: Sequence, outcome: Outcome) -> None:
         """Let another answer go on where the prompt was read: whole pages are shared, a begun one is copied."""
