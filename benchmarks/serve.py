@@ -53,7 +53,8 @@ def engine(path: str, ids: list[list[int]], a: argparse.Namespace, drafts: int) 
     import torch
 
     from glm5 import load_model
-    from glm5.serve.engine import Engine, EngineConfig
+    from glm5.serve.config import EngineConfig
+    from glm5.serve.engine import Engine
     from glm5.serve.request import Request, SamplingParams
 
     model = load_model(path, dtype=torch.float32)

@@ -14,7 +14,8 @@ from glm5.model.generate import generate
 from glm5.model.glm5 import GLM5
 from glm5.model.weights import save_model
 from glm5.serve.client import WeightUpdate
-from glm5.serve.engine import Engine, EngineConfig
+from glm5.serve.config import EngineConfig
+from glm5.serve.engine import Engine
 from glm5.serve.llm import Answer
 from glm5.serve.request import Request, SamplingParams
 from glm5.utils.errors import ConfigError, UserError

@@ -34,6 +34,7 @@ COMMANDS = {
     "sparsify": Command("adapt a dense model to sparse attention", "glm5.cli.sparsify"),
     "chat": Command("talk to a model in the terminal", "glm5.cli.chat"),
     "generate": Command("continue a text with a checkpoint", "glm5.cli.generate"),
+    "serve": Command("answer over HTTP: OpenAI's, Anthropic's and SGLang's interfaces", "glm5.cli.serve"),
     "convert": Command("write a checkpoint again in the public layout", "glm5.cli.convert"),
     "ledger": Command("recompute every published figure from a configuration", "glm5.cli.ledger"),
     "reproduce": Command("run the report's comparisons again at a chosen size", "glm5.cli.reproduce"),

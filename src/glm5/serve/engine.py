@@ -24,6 +24,7 @@ from glm5.model.paged import PagedBatch, PagedCache, Run
 from glm5.model.speculate import SpeculationStats
 from glm5.model.weights import disk_tensors, load_model
 from glm5.serve.client import PauseMode, Stats, WeightGroup, WeightUpdate
+from glm5.serve.config import EngineConfig
 from glm5.serve.pages import PAGE_SIZE, PagePool
 from glm5.serve.prefix import PrefixTree
 from glm5.serve.request import Delta, Request, TokenInfo, check
@@ -32,28 +33,6 @@ from glm5.serve.scheduler import Item, Outcome, Plan, Scheduler, Sequence
 from glm5.serve.speculate import Drafter
 from glm5.text.tokenizer import Tokenizer
 from glm5.utils.errors import CheckpointError, ConfigError, UserError
-
-
-@dataclass(frozen=True)
-class EngineConfig:
-    """How an engine uses its machine."""
-
-    pages: int = 0
-    """Pages of 64 tokens on the device; 0 is as many as `memory_gib` holds."""
-    memory_gib: float = 1.0
-    """Of pages on the device, where `pages` is 0."""
-    host_pages: int = 0
-    """Pages in host memory, to which unused prefixes move before they are forgotten."""
-    context: int = 0
-    """Tokens of prompt and answer together; 0 is the model's maximum."""
-    drafts: int = 0
-    """Ids that the MTP block drafts per step, which changes no answer; 0 decodes plainly."""
-    max_running: int = 64
-    """Sequences at a time."""
-    max_batched_tokens: int = 4096
-    """Tokens of one step."""
-    chunk: int = 2048
-    """Tokens of one prompt in a step."""
 
 
 @dataclass
@@ -87,7 +66,7 @@ class Engine:
         self.speculation = SpeculationStats()
         self._sampler = Sampler(self.vocab_size, model.config.eos_token_id, tokenizer)
         self._answers: dict[Sequence, _Answer] = {}
-        self._version = "0"
+        self.weight_version = "0"
         self._allocate()
 
     def _allocate(self) -> None:
@@ -102,7 +81,7 @@ class Engine:
             raise ConfigError("memory_gib", config.memory_gib, "holds no page")
         self.cache = PagedCache(self.model.config, pages, config.host_pages, size=PAGE_SIZE, **options)
         self.pool = PagePool(pages, config.host_pages, page_size=PAGE_SIZE)
-        self.tree = PrefixTree(self.pool, version=self._version)
+        self.tree = PrefixTree(self.pool, version=self.weight_version)
         self.scheduler = Scheduler(
             self.pool,
             self.tree,
@@ -214,7 +193,7 @@ class Engine:
                     cached_tokens=answer.cached,
                     drafted=tried[answer],
                     accepted=got.accepted,
-                    weight_version=answer.oldest_version or self._version,
+                    weight_version=answer.oldest_version or self.weight_version,
                 )
             )
             if got.finish is not None:
@@ -227,10 +206,6 @@ class Engine:
             self._drafter.forget(sequence)
 
     # ------------------------------------------------------------------ between steps
-    @property
-    def weight_version(self) -> str:
-        return self._version
-
     def pause(self, mode: PauseMode) -> None:
         """Prepare for a time without steps; `retract` gives all pages back, ids are kept."""
         if mode == "retract":
@@ -260,8 +235,8 @@ class Engine:
             raise CheckpointError(f"{update.path}: another model's configuration", "give weights of the served model")
         self.model.load_state_dict(new.state_dict())
         self.model.forget_joined()
-        before, self._version = self._version, update.weight_version or self._version
-        self.scheduler.set_version(self._version, keep=not update.flush_cache and self._version != before)
+        before, self.weight_version = self.weight_version, update.weight_version or self.weight_version
+        self.scheduler.set_version(self.weight_version, keep=not update.flush_cache and self.weight_version != before)
 
     def join_group(self, group: WeightGroup) -> None:
         raise UserError(f"group {group.group_name!r}", "this engine loads weights from disk")

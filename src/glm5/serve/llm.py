@@ -10,7 +10,8 @@ from pathlib import Path
 import torch
 
 from glm5.model.weights import load_model
-from glm5.serve.engine import Engine, EngineConfig
+from glm5.serve.config import EngineConfig
+from glm5.serve.engine import Engine
 from glm5.serve.request import Delta, Finish, Request, SamplingParams, TokenInfo
 from glm5.text.tokenizer import Tokenizer, load_tokenizer
 from glm5.utils.errors import UserError

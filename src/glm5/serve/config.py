@@ -1,0 +1,27 @@
+"""How an engine uses its machine. Needs no torch. Read next: `engine`."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class EngineConfig:
+    """How an engine uses its machine."""
+
+    pages: int = 0
+    """Pages of 64 tokens on the device; 0 is as many as `memory_gib` holds."""
+    memory_gib: float = 1.0
+    """Of pages on the device, where `pages` is 0."""
+    host_pages: int = 0
+    """Pages in host memory, to which unused prefixes move before they are forgotten."""
+    context: int = 0
+    """Tokens of prompt and answer together; 0 is the model's maximum."""
+    drafts: int = 0
+    """Ids that the MTP block drafts per step, which changes no answer; 0 decodes plainly."""
+    max_running: int = 64
+    """Sequences at a time."""
+    max_batched_tokens: int = 4096
+    """Tokens of one step."""
+    chunk: int = 2048
+    """Tokens of one prompt in a step."""
