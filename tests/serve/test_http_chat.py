@@ -205,6 +205,16 @@ def test_parallel_calls_only_if_wanted() -> None:
     assert one["finish_reason"] == "tool_calls"
 
 
+def test_answer_that_made_its_only_call_says_no_more_beside_others() -> None:
+    def script(request: Any, index: int) -> str:
+        return "</think>" + "x" * 20 * index + call("ping") * 9 + "<|observation|>"
+
+    client, _ = client_of(script)
+    found, _ = streamed(client, n=2, tools=[PING], parallel_tool_calls=False)
+    assert [list(one["calls"]) for one in found] == [[0], [0]]
+    assert [one["finish_reason"] for one in found] == ["tool_calls", "tool_calls"]
+
+
 def test_parallel_call_that_is_not_wanted_frees_the_request() -> None:
     raw = "</think>" + call("ping") + "x" * 1000
     client, backend = client_of(raw)
@@ -410,6 +420,11 @@ def test_stop_strings_never_show(stop: str) -> None:
     assert found["finish_reason"] == "stop"
     kept = both(f"</think>{text}<|user|>", stop=stop, include_stop_str_in_output=True)
     assert kept["content"].rstrip() == text[: text.index(stop) + len(stop)].rstrip()
+
+
+def test_stop_string_in_thinking_does_not_make_an_answer_of_it() -> None:
+    found = both("let me see the answer", stop="see")
+    assert (found["reasoning"], found["content"], found["finish_reason"]) == ("let me ", "", "stop")
 
 
 def test_what_begins_like_a_stop_string_and_is_none_is_shown() -> None:

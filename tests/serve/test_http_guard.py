@@ -10,6 +10,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -228,7 +229,8 @@ serve(app, ready=lambda host, port: print(f"http://{host}:{port}", flush=True), 
 @pytest.mark.parametrize("drain_s", [30.0, 0.3])
 def test_sigterm_drains(drain_s: float) -> None:
     """New requests are refused, running ones end: by themselves, or as aborted when the time is over."""
-    environment = {**os.environ, "PYTHONPATH": os.path.dirname(os.path.dirname(__file__))}
+    paths = [str(Path(__file__).parents[1]), os.environ.get("PYTHONPATH", "")]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(paths)}
     process = subprocess.Popen(
         [sys.executable, "-c", PROGRAM, str(drain_s)], stdout=subprocess.PIPE, text=True, env=environment
     )

@@ -72,6 +72,22 @@ def test_one_logprob_an_id_under_speculation(sizes: tuple[int, ...]) -> None:
     assert meta["finish_reason"] == {"type": "length", "length": 16}
 
 
+def test_stop_ids_are_among_the_ids_and_only_shown_if_wanted() -> None:
+    client, _ = client_of(script=lambda request, index: list(range(60, 90)))
+    sampling = {"stop_token_ids": [63]}
+    told = generate(client, sampling_params=sampling)
+    assert told["output_ids"] == [60, 61, 62, 63]
+    assert told["text"] == chat_tokenizer().decode([60, 61, 62])
+    assert told["meta_info"]["finish_reason"] == {"type": "stop", "matched": 63}
+    told = generate(client, sampling_params={**sampling, "no_stop_trim": True})
+    assert told["text"] == chat_tokenizer().decode([60, 61, 62, 63])
+
+
+def test_answer_that_ends_inside_a_character() -> None:
+    client, _ = client_of(script=lambda request, index: chat_tokenizer().encode("a数".encode()[:3]))
+    assert generate(client)["text"] == "a\ufffd"
+
+
 def test_kept_sets_as_ragged_lists() -> None:
     client, _ = client_of()
     sampling = {**SAMPLING, "top_p": 0.9, "custom_params": {"return_top_p_token_ids": True}}

@@ -76,6 +76,8 @@ def test_events_are_numbered_and_add_up(sizes: tuple[int, ...]) -> None:
             whole = item["arguments"] if item["type"] == "function_call" else item["content"][0]["text"]
             assert sums[item["id"]] == whole
             assert item["status"] == "completed"
+    items = [one["type"].split(".")[-1] for one in told if one["type"].startswith("response.output_item.")]
+    assert items == ["added", "done"] * 3
     assert [item["type"] for item in told[-1]["response"]["output"]] == ["reasoning", "message", "function_call"]
 
 
@@ -95,6 +97,13 @@ def test_conversation_by_previous_id_and_by_items_is_one() -> None:
     assert "<tool_response>12</tool_response>" in by_id
     unkept = client.post("/v1/responses", json={"input": "hi", "store": False}).json()
     assert client.get(f"/v1/responses/{unkept['id']}").status_code == 404
+
+
+def test_what_is_no_unicode_comes_back_as_it_came() -> None:
+    client, _ = client_of()
+    body = b'{"input": "hi", "metadata": {"a": "\\ud800"}}'
+    told = client.post("/v1/responses", content=body, headers={"Content-Type": "application/json"})
+    assert told.json()["metadata"] == {"a": "\ud800"}
 
 
 def test_answer_that_is_cut_is_incomplete() -> None:

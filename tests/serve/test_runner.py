@@ -202,6 +202,15 @@ def test_cancelling_whoever_waits_ends_the_request() -> None:
             task.cancel()
             await asyncio.gather(task, return_exceptions=True)
         await until(lambda: not engine.running)
+        engine.slow_s = 0.05  # a request that was given up before the engine heard of it
+        running = asyncio.create_task(collect(runner, request(max_new_tokens=4)))
+        await until(lambda: engine.running)
+        late = asyncio.create_task(runner.generate(request(max_new_tokens=10_000)))
+        await asyncio.sleep(0)
+        late.cancel()
+        await asyncio.gather(late, return_exceptions=True)
+        await running
+        await until(lambda: not engine.running)
         assert not runner._names
         assert not runner._open
 
