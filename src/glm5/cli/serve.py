@@ -21,7 +21,7 @@ T = TypeVar("T")
 
 
 def main(argv: Sequence[str]) -> int:
-    """Parse `argv` (without the command's name) and serve until Ctrl-C (then it returns 0) or SIGTERM, which ends the process."""
+    """Parse `argv` (without the command's name) and serve, until Ctrl-C (returns 0) or SIGTERM (ends the process)."""
     try:
         from glm5.serve.http.app import create_app, serve
         from glm5.serve.http.server import HttpOptions

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -21,7 +22,9 @@ from torch import Tensor
 from glm5.model.glm5 import GLM5
 from glm5.model.paged import PagedBatch, PagedCache, Run
 from glm5.serve.sampler import Sampler, SamplerState
-from glm5.serve.scheduler import Item, Sequence
+
+if TYPE_CHECKING:
+    from glm5.serve.scheduler import Item, Sequence
 
 
 @dataclass(frozen=True)
