@@ -295,6 +295,22 @@ def test_third_turn_after_a_tool_keeps_thinking_apart() -> None:
     assert prompt.endswith("<|observation|><tool_response>pong</tool_response><|assistant|><think>")
 
 
+def test_next_turn_begins_with_the_ids_of_this_one() -> None:
+    """So all of it is found in the cache: the prompt, and what the model said to it, up to its stop."""
+    tools = [tool("path", value="string", n="integer")]
+    for raw in (
+        "hm\nhm</think>" + call("path") + "<|observation|>",
+        "hm</think>the answer" + call("path", value="a/b.txt", n="3") + call("path", value="") + "<|observation|>",
+    ):
+        client, backend = client_of(raw)
+        message = ask(client, tools=tools)["choices"][0]["message"]
+        results = [{"role": "tool", "tool_call_id": c["id"], "content": "12"} for c in message["tool_calls"]]
+        ask(client, tools=tools, messages=[*HI, message, *results])
+        first, second = (list(request.input_ids) for request in backend.seen)
+        said = chat_tokenizer().encode(raw, allow_special=True)
+        assert second[: len(first) + len(said)] == first + said
+
+
 def test_arguments_in_history_are_a_string_or_an_object() -> None:
     client, backend = client_of()
 

@@ -70,11 +70,29 @@ def test_wrong_settings_are_refused() -> None:
     assert HttpOptions().host == "127.0.0.1"
 
 
-def test_pages_of_other_origins_may_change_nothing() -> None:
-    client, backend = client_of()
-    assert client.post("/pause_generation", headers={"Origin": "https://evil.example"}).status_code == 403
-    assert not backend.paused
-    assert client.post("/pause_generation", headers={"Origin": "http://testserver"}).status_code == 200
+@pytest.mark.parametrize(
+    ("host", "origin", "key", "status"),
+    [
+        ("127.0.0.1:8000", "https://evil.example", None, 403),
+        ("127.0.0.1:8000", "http://127.0.0.1:8000", None, 200),
+        ("127.0.0.1:8000", "http://127.0.0.1:9000", None, 403),
+        ("localhost:8000", "http://localhost:8000", None, 200),
+        ("[::1]:8000", "http://[::1]:8000", None, 200),
+        ("evil.example:8000", "http://evil.example:8000", None, 403),  # a name that its owner points here
+        ("gpu.example:8000", "http://gpu.example:8000", "secret", 200),
+        ("127.0.0.1:8000", "https://evil.example", "secret", 403),
+        ("127.0.0.1:8000", "null", None, 403),
+        ("127.0.0.1:8000", "http://[", None, 403),
+    ],
+)
+def test_pages_of_other_origins_may_change_nothing(host: str, origin: str, key: str | None, status: int) -> None:
+    client, backend = client_of(HttpOptions(api_key=key))
+    headers = {"Host": host, "Origin": origin, "x-api-key": key or ""}
+    assert client.post("/pause_generation", headers=headers).status_code == status
+    assert backend.paused == (status == 200)
+
+
+def test_pages_of_origins_that_are_allowed() -> None:
     open_, _ = client_of(HttpOptions(origins=("https://friend.example",)))
     answer = open_.post(CHAT, json={"messages": HI}, headers={"Origin": "https://friend.example"})
     assert answer.status_code == 200

@@ -93,7 +93,10 @@ def create_app(
 
 
 # The page is one file: its style and program are in it, and it talks to nobody but this server.
-PAGE_POLICY = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; connect-src 'self'"
+PAGE_POLICY = (
+    "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; connect-src 'self'; "
+    "base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
+)
 
 
 def _documented() -> dict[int | str, dict[str, Any]]:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import hmac
+from ipaddress import ip_address
 from urllib.parse import urlsplit
 
 from starlette.datastructures import Headers
@@ -67,8 +68,21 @@ class Guard:
         origin = headers.get("origin")
         if origin is None or method in ("GET", "HEAD", "OPTIONS") or origin in self.origins:
             return
-        if urlsplit(origin).netloc != headers.get("host"):
-            raise ApiError(403, f"pages of {origin} may not call this server. Allow the origin when starting it")
+        if not self._is_own(origin, headers.get("host", "")):
+            raise ApiError(
+                403, f"pages of {origin[:200]!r} may not call this server. Allow that origin when starting it"
+            )
+
+    def _is_own(self, origin: str, host: str) -> bool:
+        """Whether it is this server's own page. Without a key a name is not believed: its owner can point it here."""
+        try:
+            parts = urlsplit(origin)
+            if parts.netloc != host or self._key is not None or parts.hostname == "localhost":
+                return parts.netloc == host
+            ip_address(parts.hostname or "")
+        except ValueError:
+            return False
+        return True
 
     async def _with_body(self, headers: Headers, receive: Receive) -> Receive:
         """The whole body, read within the limits; `receive` then gives it in one piece."""
