@@ -8,6 +8,7 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -19,8 +20,9 @@ from fastapi.testclient import TestClient
 
 from glm5.serve.http.app import create_app
 from glm5.serve.http.server import HttpOptions
+from glm5.text.tokenizer import Tokenizer
 from glm5.utils.errors import UserError
-from support.scripted import Scripted
+from support.scripted import Scripted, chat_tokenizer
 from support.serving import HI, events, served
 
 CHAT = "/v1/chat/completions"
@@ -138,6 +140,50 @@ def test_too_many_requests_are_503() -> None:
     assert answer.json()["error"]["code"] == "overloaded"
     assert "retry-after" in answer.headers
     assert client.post("/generate", json={"input_ids": [[50], [51]]}).status_code == 200
+    full, _ = client_of(HttpOptions(max_requests=1))
+    full.app.state.server.live.add("x")  # type: ignore[attr-defined]
+    assert full.post("/generate", json={"input_ids": [50]}).status_code == 503
+    assert full.get("/health").status_code == 200  # busy is not ill
+
+
+async def others_while_a_text_is_encoded() -> None:
+    encoding, go_on = threading.Event(), threading.Event()
+    backend = Scripted(context=10**6)
+
+    class Slow(Tokenizer):
+        def encode(self, text: str | bytes, allow_special: bool = False) -> list[int]:
+            if len(text) > 1000:
+                encoding.set()
+                assert go_on.wait(20)
+            return super().encode(text, allow_special)
+
+    backend.tokenizer = Slow(chat_tokenizer()._full)
+    long = "x" * 100_000
+    bodies: dict[str, Any] = {
+        CHAT: {"messages": [{"role": "user", "content": long}]},
+        "/v1/completions": {"prompt": long},
+        "/generate": {"text": long},
+        "/v1/messages": {"max_tokens": 5, "messages": [{"role": "user", "content": long}]},
+        "/v1/messages/count_tokens": {"messages": [{"role": "user", "content": long}]},
+        "/v1/responses": {"input": long},
+        "/tokenize": {"prompt": long},
+    }
+    transport = httpx.ASGITransport(create_app(backend))
+    async with httpx.AsyncClient(transport=transport, base_url="http://test") as client:
+        for path, body in bodies.items():
+            encoding.clear()
+            go_on.clear()
+            waiting = asyncio.create_task(client.post(path, json=body))
+            while not encoding.is_set():
+                await asyncio.sleep(0.001)
+            assert (await client.get("/health")).status_code == 200
+            assert not waiting.done()
+            go_on.set()
+            assert (await waiting).status_code == 200, path
+
+
+def test_long_texts_hold_up_nobody_else() -> None:
+    asyncio.run(others_while_a_text_is_encoded())
 
 
 @pytest.mark.parametrize(
@@ -235,7 +281,7 @@ def test_others_are_unharmed_when_one_goes_away(slow: tuple[str, Scripted]) -> N
 # ----------------------------------------------------------------------------------------------------- shutting down
 PROGRAM = """
 import sys
-from support.scripted import Scripted
+from support.scripted import Scripted, chat_tokenizer
 from glm5.serve.http.app import create_app, serve
 from glm5.serve.http.server import HttpOptions
 backend = Scripted(script=lambda request, index: "x" * 60, delay_s=0.02)

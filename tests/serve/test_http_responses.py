@@ -10,6 +10,7 @@ import openai
 import pytest
 from fastapi.testclient import TestClient
 
+from glm5.serve.http import responses
 from glm5.serve.http.app import create_app
 from glm5.serve.request import Constraint
 from support.scripted import Scripted, chat_tokenizer
@@ -97,6 +98,19 @@ def test_conversation_by_previous_id_and_by_items_is_one() -> None:
     assert "<tool_response>12</tool_response>" in by_id
     unkept = client.post("/v1/responses", json={"input": "hi", "store": False}).json()
     assert client.get(f"/v1/responses/{unkept['id']}").status_code == 404
+
+
+@pytest.mark.parametrize(("name", "limit"), [("KEPT", 2), ("KEPT_BYTES", 4000)])
+def test_only_the_last_are_kept(name: str, limit: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(responses, name, limit)
+    client, _ = client_of()
+    ids = [client.post("/v1/responses", json={"input": "hi"}).json()["id"] for _ in range(8)]
+    found = [client.get(f"/v1/responses/{id}").status_code for id in ids]
+    assert found == sorted(found, reverse=True)  # 404 for the first ones
+    assert 1 <= found.count(200) < 8
+    assert client.delete(f"/v1/responses/{ids[-1]}").json()["deleted"] is True
+    again = client.post("/v1/responses", json={"input": "hi"}).json()["id"]
+    assert client.get(f"/v1/responses/{again}").status_code == 200
 
 
 def test_what_is_no_unicode_comes_back_as_it_came() -> None:

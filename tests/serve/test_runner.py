@@ -234,6 +234,13 @@ def test_abort_finishes_with_what_is_known() -> None:
         await runner.abort(None)
         for deltas in await asyncio.gather(*others):
             assert deltas[-1].finish == Finish("abort")
+        await runner.update_weights(WeightUpdate("disk", weight_version="7"))
+        await runner.pause("keep")
+        waiting = asyncio.create_task(collect(runner, request(50, 51)))
+        await until(lambda: engine.running)
+        await runner.abort(None)
+        (only,) = await waiting  # it ended before any step
+        assert (only.prompt_tokens, only.weight_version) == (2, "7")
 
     run(test)
 

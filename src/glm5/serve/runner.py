@@ -316,8 +316,8 @@ class Runner:
             self._held.append(request)
         else:
             self._engine.add(request)
-        blank = {i: Delta(request.rid, i, (), prompt_tokens=len(request.input_ids)) for i in range(request.params.n)}
-        self._open[request.rid] = _Open(inbox, blank)
+        blank = Delta(request.rid, 0, (), prompt_tokens=len(request.input_ids), weight_version=self.weight_version)
+        self._open[request.rid] = _Open(inbox, {i: replace(blank, index=i) for i in range(request.params.n)})
 
     def _abort(self, rid: str | None) -> None:
         rids = list(self._open) if rid is None else [rid] if rid in self._open else []

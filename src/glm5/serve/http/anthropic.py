@@ -19,7 +19,7 @@ from glm5.serve.client import Stream
 from glm5.serve.http.bodies import Body, Name, stops
 from glm5.serve.http.conversation import Conversation, Reply, Thinking, ToolChoice, follow, prepare, replies_to
 from glm5.serve.http.errors import AnthropicErrorAnswer, ApiError, Json
-from glm5.serve.http.server import STREAMED, Events, EventStream, Server, event, new_id, unless_gone
+from glm5.serve.http.server import STREAMED, Events, EventStream, Server, event, new_id, prepared, unless_gone
 from glm5.text.events import CallArguments, CallEnd, CallStart, Content, Event, Reasoning, fold
 from glm5.text.messages import Message, Tool, ToolCall, messages_from_openai, tools_from_openai
 
@@ -206,7 +206,7 @@ def routes(server: Server) -> APIRouter:
     async def messages(body: MessagesBody, http: HttpRequest) -> Response:
         """Answer a conversation."""
         model = server.check_model(body.model)
-        conversation = body.conversation(server, body.sampling(), body.max_tokens)
+        conversation = await prepared(http, lambda: body.conversation(server, body.sampling(), body.max_tokens))
         reply = replies_to(server, conversation, "toolu_")[0]
         stream = await server.start(conversation.request)
         head = {"id": new_id("msg_"), "type": "message", "role": "assistant", "model": model}
@@ -215,10 +215,11 @@ def routes(server: Server) -> APIRouter:
         return await unless_gone(http, _whole(body, head, stream, reply), [stream])
 
     @router.post("/v1/messages/count_tokens")
-    async def count_tokens(body: CountBody) -> Response:
+    async def count_tokens(body: CountBody, http: HttpRequest) -> Response:
         """How many tokens a conversation has."""
         server.check_model(body.model)
-        return Json({"input_tokens": len(body.conversation(server, {}, None).request.input_ids)})
+        conversation = await prepared(http, lambda: body.conversation(server, {}, None))
+        return Json({"input_tokens": len(conversation.request.input_ids)})
 
     return router
 

@@ -18,7 +18,7 @@ from glm5.serve.http.answers import finish_fields
 from glm5.serve.http.bodies import Body, Name, ResponseFormat, SamplingFields, StreamOptions, agreed, format_constraint
 from glm5.serve.http.conversation import Conversation, Reply, Thinking, ToolChoice, follow, prepare, replies_to, usage
 from glm5.serve.http.errors import ApiError, Json
-from glm5.serve.http.server import DONE, STREAMED, Events, EventStream, Server, event, new_id, unless_gone
+from glm5.serve.http.server import DONE, STREAMED, Events, EventStream, Server, event, new_id, prepared, unless_gone
 from glm5.text.events import CallArguments, CallStart, Content, Event, Reasoning, fold
 from glm5.text.messages import messages_from_openai, tools_from_openai
 
@@ -136,7 +136,7 @@ def routes(server: Server) -> APIRouter:
     async def chat_completions(body: ChatBody, http: HttpRequest) -> Response:
         """Answer a conversation."""
         model = server.check_model(body.model)
-        conversation = body.conversation(server)
+        conversation = await prepared(http, lambda: body.conversation(server))
         replies = replies_to(server, conversation)
         stream = await server.start(conversation.request)
         head = {"id": new_id("chatcmpl-"), "object": "chat.completion", "created": int(time.time()), "model": model}

@@ -38,6 +38,7 @@ from glm5.serve.http.server import (
     event,
     merged,
     new_id,
+    prepared,
     start_all,
     unless_gone,
 )
@@ -111,7 +112,7 @@ def routes(server: Server) -> APIRouter:
     @router.post("/v1/completions", responses=STREAMED)
     async def completions(body: CompletionBody, http: HttpRequest) -> Response:
         """Continue a text."""
-        requests = _requests(server, body)
+        requests = await prepared(http, lambda: _requests(server, body))
         n = requests[0].params.n
         choices = {
             (request.rid, i): _Choice(server, body, request, i, place * n + i)

@@ -124,13 +124,13 @@ def routes(server: Server) -> APIRouter:
     @router.get("/health")
     async def health() -> Response:
         """200 while requests are accepted; 503 while starting, draining, or after a failure."""
-        server.check_ready()
+        server.check_alive()
         return Json({"status": "ok"})
 
     @router.get("/health_generate")
     async def health_generate() -> Response:
         """200 if the engine made a step within the time limit (while paused: if it still listens)."""
-        server.check_ready()
+        server.check_alive()
         if not await backend.probe(server.options.probe_timeout_s):
             raise ApiError(503, f"no step within {server.options.probe_timeout_s:g} s", code="stuck")
         return Json({"status": "ok"})

@@ -31,6 +31,7 @@ from glm5.serve.http.server import (
     event,
     merged,
     new_id,
+    prepared,
     start_all,
     unless_gone,
 )
@@ -205,7 +206,7 @@ def routes(server: Server) -> APIRouter:
         count = len(given) if batch and given is not None else 1
         if not count:
             raise ApiError(400, "text or input_ids: an empty batch. Give at least one prompt", param="input_ids")
-        items = [_Item(server, body, place, count) for place in range(count)]
+        items = await prepared(http, lambda: [_Item(server, body, place, count) for place in range(count)])
         streams = await start_all(server, [item.request for item in items])
         if body.stream:
             return EventStream(_events(items, streams), streams, http.url.path, DONE)

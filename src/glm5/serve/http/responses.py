@@ -1,14 +1,15 @@
 """OpenAI's `/v1/responses`: items in, items out, and a stream of named events.
 
-Answers are kept (the last `KEPT`, in memory) for `previous_response_id` unless `store` is false. Thinking is an item of
-type `reasoning` whose `content` is its text. Tools are functions; none runs here. Read next: `conversation`.
+Answers are kept in memory (the last `KEPT`, in `KEPT_BYTES`) for `previous_response_id` unless `store` is false.
+Thinking is an item of type `reasoning` whose `content` is its text. Tools are functions; none runs here. Read next:
+`conversation`.
 """
 
 from __future__ import annotations
 
 import time
 from collections import OrderedDict
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 from fastapi import APIRouter
 from fastapi import Request as HttpRequest
@@ -19,13 +20,21 @@ from glm5.serve.client import Stream
 from glm5.serve.http.bodies import Body, JsonSchemaFormat, Name, ResponseFormat, SamplingFields, format_constraint
 from glm5.serve.http.chat import Effort
 from glm5.serve.http.conversation import Conversation, Reply, Thinking, ToolChoice, follow, prepare, replies_to, usage
-from glm5.serve.http.errors import ApiError, Json, as_api_error
-from glm5.serve.http.server import STREAMED, Events, EventStream, Server, event, new_id, unless_gone
+from glm5.serve.http.errors import ApiError, Json, as_api_error, dumps
+from glm5.serve.http.server import STREAMED, Events, EventStream, Server, event, new_id, prepared, unless_gone
 from glm5.text.events import CallArguments, CallEnd, CallStart, Content, Event, Reasoning
 from glm5.text.messages import messages_from_openai, tools_from_openai
 
-KEPT = 1024
+KEPT, KEPT_BYTES = 1024, 256 << 20
 Item = dict[str, Any]
+
+
+class Kept(NamedTuple):
+    """A response that was given: all items before it, itself, and the bytes of both as JSON."""
+
+    items: list[Item]
+    response: dict[str, Any]
+    size: int
 
 
 class ReasoningField(Body):
@@ -256,11 +265,12 @@ class _Writer:
 def routes(server: Server) -> APIRouter:
     """The routes of this page."""
     router = APIRouter()
-    kept: OrderedDict[str, tuple[list[Item], dict[str, Any]]] = OrderedDict()
+    kept: OrderedDict[str, Kept] = OrderedDict()
+    kept_bytes = 0
 
-    def find(id: str) -> tuple[list[Item], dict[str, Any]]:
+    def find(id: str) -> Kept:
         if id not in kept:
-            raise ApiError(404, f"there is no response {id[:100]!r} (the last {KEPT} are kept)", code="not_found")
+            raise ApiError(404, f"there is no response {id[:100]!r}, or no longer", code="not_found")
         return kept[id]
 
     @router.post("/v1/responses", responses=STREAMED)
@@ -269,18 +279,22 @@ def routes(server: Server) -> APIRouter:
         model = server.check_model(body.model)
         items = body.items()
         if body.previous_response_id is not None:
-            before, told = find(body.previous_response_id)
-            items = [*before, *told["output"], *items]
-        conversation = body.conversation(server, items)
+            before = find(body.previous_response_id)
+            items = [*before.items, *before.response["output"], *items]
+        conversation = await prepared(http, lambda: body.conversation(server, items))
         reply = replies_to(server, conversation)[0]
         stream = await server.start(conversation.request)
         head = _head(body, model)
 
         def keep(told: dict[str, Any]) -> None:
-            if body.store is not False:
-                kept[told["id"]] = (items, told)
-                while len(kept) > KEPT:
-                    kept.popitem(last=False)
+            nonlocal kept_bytes
+            if body.store is False:
+                return
+            size = len(dumps(items)) + len(dumps(told))
+            kept[told["id"]] = Kept(items, told, size)
+            kept_bytes += size
+            while len(kept) > KEPT or kept_bytes > KEPT_BYTES:
+                kept_bytes -= kept.popitem(last=False)[1].size
 
         if body.stream:
             return EventStream(_events(head, stream, reply, keep), [stream], http.url.path)
@@ -289,12 +303,13 @@ def routes(server: Server) -> APIRouter:
     @router.get("/v1/responses/{response_id}")
     async def retrieve(response_id: str) -> Response:
         """A response that was kept."""
-        return Json(find(response_id)[1])
+        return Json(find(response_id).response)
 
     @router.delete("/v1/responses/{response_id}")
     async def delete(response_id: str) -> Response:
         """Forget a response."""
-        find(response_id)
+        nonlocal kept_bytes
+        kept_bytes -= find(response_id).size
         del kept[response_id]
         return Json({"id": response_id, "object": "response", "deleted": True})
 

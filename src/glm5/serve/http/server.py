@@ -26,6 +26,7 @@ from glm5.utils.errors import UserError
 
 T = TypeVar("T")
 Events = AsyncGenerator[bytes, None]  # server-sent events
+LONG_BODY = 64 << 10  # bytes that are encoded in about ten milliseconds
 
 
 @dataclass(frozen=True)
@@ -95,12 +96,14 @@ class Server:
             raise ApiError(404, message, param="model", code="model_not_found")
         return name
 
-    def check_ready(self) -> None:
-        """Raises ApiError 503 if no request can be accepted."""
+    def check_alive(self) -> None:
+        """Raises ApiError or Unavailable, both 503, if the server will not accept a request again."""
         if self.draining:
             raise ApiError(503, "the server is shutting down. Ask another", code="draining")
         if self.backend.failure:
             raise Unavailable(self.backend.failure)
+
+    def _check_room(self) -> None:
         if len(self.live) >= self.options.max_requests:
             raise ApiError(503, f"{len(self.live)} requests are under way. Try again later", code="overloaded")
 
@@ -114,7 +117,8 @@ class Server:
         Raises:
             UserError, ApiError, Unavailable: it was refused, and nothing has to be closed.
         """
-        self.check_ready()
+        self.check_alive()
+        self._check_room()
         check(request, vocab_size=self.backend.vocab_size, context=self.backend.context)
         asked, room = request.params.max_new_tokens, self.room(len(request.input_ids))
         if asked is not None and asked > room:
@@ -181,6 +185,13 @@ class _Watched:
         self._server.live.discard(self._request.rid)
         self._timer.close()
         await self._stream.aclose()
+
+
+async def prepared(http: HttpRequest, work: Callable[[], T]) -> T:
+    """The result of `work`, which encodes a body's text: in a thread if that is long, so that nobody else waits."""
+    if int(http.headers.get("content-length", LONG_BODY)) < LONG_BODY:
+        return work()
+    return await asyncio.to_thread(work)
 
 
 async def start_all(server: Server, requests: list[Request]) -> list[Stream]:

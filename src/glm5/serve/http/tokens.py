@@ -5,13 +5,14 @@ from __future__ import annotations
 from typing import Annotated, Any
 
 from fastapi import APIRouter
+from fastapi import Request as HttpRequest
 from fastapi.responses import Response
 from pydantic import Field
 
 from glm5.serve.http.bodies import Body, Id, Name
 from glm5.serve.http.chat import TemplateArguments
 from glm5.serve.http.errors import ApiError, Json
-from glm5.serve.http.server import Server
+from glm5.serve.http.server import Server, prepared
 from glm5.text.chat import render
 from glm5.text.messages import messages_from_openai, tools_from_openai
 
@@ -43,28 +44,29 @@ def routes(server: Server) -> APIRouter:
     backend = server.backend
     tokenizer = backend.tokenizer
 
+    def ids_of(body: TokenizeBody) -> list[int]:
+        if body.messages is None:
+            prefix = () if body.add_special_tokens is False else tokenizer.prefix_ids
+            return [*prefix, *tokenizer.encode(body.prompt or "")]
+        template = body.chat_template_kwargs or TemplateArguments()
+        rendered = render(
+            tokenizer,
+            messages_from_openai(body.messages),
+            tools_from_openai(body.tools),
+            enable_thinking=template.enable_thinking is not False,
+            clear_thinking=template.clear_thinking is not False,
+            add_generation_prompt=body.add_generation_prompt is not False,
+        )
+        return list(rendered.ids)
+
     @router.post("/tokenize")
     @router.post("/v1/tokenize")
-    async def tokenize(body: TokenizeBody) -> Response:
+    async def tokenize(body: TokenizeBody, http: HttpRequest) -> Response:
         """The ids of a text, which opens with `[gMASK]<sop>` unless `add_special_tokens` is false, or of messages."""
         server.check_model(body.model)
         if (body.prompt is None) == (body.messages is None):
             raise ApiError(400, "give either prompt or messages", param="prompt")
-        if body.messages is not None:
-            template = body.chat_template_kwargs or TemplateArguments()
-            ids = list(
-                render(
-                    tokenizer,
-                    messages_from_openai(body.messages),
-                    tools_from_openai(body.tools),
-                    enable_thinking=template.enable_thinking is not False,
-                    clear_thinking=template.clear_thinking is not False,
-                    add_generation_prompt=body.add_generation_prompt is not False,
-                ).ids
-            )
-        else:
-            prefix = () if body.add_special_tokens is False else tokenizer.prefix_ids
-            ids = [*prefix, *tokenizer.encode(body.prompt or "")]
+        ids = await prepared(http, lambda: ids_of(body))
         told: dict[str, Any] = {"tokens": ids, "count": len(ids), "max_model_len": backend.context}
         if body.return_token_strs:
             told["token_strs"] = [tokenizer.decode([id]) for id in ids]
