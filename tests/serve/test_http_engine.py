@@ -16,7 +16,8 @@ from fastapi import FastAPI
 from glm5.model.generate import generate
 from glm5.model.glm5 import GLM5
 from glm5.model.weights import save_model
-from glm5.serve.engine import Engine, EngineConfig
+from glm5.serve.config import EngineConfig
+from glm5.serve.engine import Engine
 from glm5.serve.http.app import create_app
 from glm5.serve.runner import Runner
 from support.scripted import chat_tokenizer

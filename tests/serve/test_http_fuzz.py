@@ -132,7 +132,8 @@ def app() -> Any:
 
 
 # ------------------------------------------------------------------------------------------------ against the document
-schema = schemathesis.openapi.from_asgi("/openapi.json", app())
+APP = app()
+schema = schemathesis.openapi.from_asgi("/openapi.json", APP)
 CHECKS = [
     not_a_server_error,
     status_code_conformance,
@@ -213,7 +214,7 @@ def test_mutants_reach_every_path() -> None:
 @pytest.mark.parametrize("path", sorted(BODIES))
 def test_bodies_that_are_mutated_are_good(path: str) -> None:
     async def main() -> None:
-        async with httpx.AsyncClient(transport=httpx.ASGITransport(app()), base_url="http://test") as client:
+        async with httpx.AsyncClient(transport=httpx.ASGITransport(APP), base_url="http://test") as client:
             answer = await client.post(path, json=BODIES[path])
             assert answer.status_code == 200, answer.text
 

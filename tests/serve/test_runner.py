@@ -353,7 +353,7 @@ def test_commands_reach_the_engine_and_their_errors_the_caller() -> None:
         await runner.resume_memory(("weights",))
         with pytest.raises(UserError, match="bad is no checkpoint"):
             await runner.update_weights(WeightUpdate("disk", path="bad"))
-        assert runner.info() == {"page_size": 64}
+        assert await runner.info() == {"page_size": 64}
         assert len(await collect(runner, request())) == 5
 
     run(test)

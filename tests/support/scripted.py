@@ -114,7 +114,7 @@ class Scripted:
     def stats(self) -> Stats:
         return Stats(len(self.alive), 0, 0.25, 1000, self.steps, 2, 80, 60)
 
-    def info(self) -> dict[str, Any]:
+    async def info(self) -> dict[str, Any]:
         return {"page_size": 64}
 
     def play(self, request: Request) -> list[Delta]:

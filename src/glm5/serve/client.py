@@ -153,6 +153,6 @@ class Backend(Protocol):
 
     def stats(self) -> Stats: ...
 
-    def info(self) -> dict[str, Any]:
-        """The engine's own settings, JSON values by name."""
+    async def info(self) -> dict[str, Any]:
+        """The engine's own settings and figures, JSON values by name."""
         ...

@@ -116,7 +116,7 @@ class Runner:
         self._held: list[Request] = []
         self._paused: PauseMode | None = None
         self._steps = 0
-        self._stats, self._info = engine.stats(), engine.info()
+        self._stats = engine.stats()
 
     # ------------------------------------------------------------------------------------- the event loop's side
     async def start(self) -> None:
@@ -147,8 +147,8 @@ class Runner:
     def stats(self) -> Stats:
         return replace(self._stats, steps=self._steps)
 
-    def info(self) -> dict[str, Any]:
-        return self._info
+    async def info(self) -> dict[str, Any]:
+        return await self._call(self._engine.info)
 
     async def generate(self, request: Request) -> Answers:
         if request.rid in self._names:

@@ -272,7 +272,7 @@ def routes(server: Server) -> APIRouter:
         """The engine's settings, and what it does now."""
         return Json(
             {
-                **backend.info(),
+                **await backend.info(),
                 "model_path": backend.model_name,
                 "served_model_name": server.names[0],
                 "context_length": backend.context,
