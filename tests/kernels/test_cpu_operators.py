@@ -12,6 +12,7 @@ from torch import Tensor
 
 from glm5.kernels import cpu, dispatch
 from glm5.kernels.attention import sparse_attention
+from glm5.kernels.basic import rotations
 from glm5.kernels.cpu import build
 from glm5.kernels.indexer import index_select
 from glm5.kernels.moe import grouped_swiglu, route
@@ -227,3 +228,61 @@ def test_without_a_compiler_torch_runs_and_says_so(
     for cached in (build._found, dispatch._compiler, dispatch._tell_once):
         cached.cache_clear()
     assert not list(tmp_path.iterdir())
+
+
+# --------------------------------------------------------------------------- before attention
+@needs_compiler
+@pytest.mark.parametrize("rows", [1, 3, 16])
+def test_prepares_what_the_layer_prepares(rows: int) -> None:
+    """Two sequences' rows at unequal positions, against the layer's own norms and rotations in float64."""
+    heads, nope, rotary, latent, index_heads, index_width, theta = 3, 10, 8, 20, 5, 14, 1e4
+    q_width, index_q_width = heads * (nope + rotary), index_heads * index_width
+    up = normal(1, rows, q_width + index_q_width)
+    down = normal(1, rows, 6 + latent + rotary + index_width + index_heads, seed=1)
+    gain, k_gain, k_bias = 1 + normal(latent, seed=2), 1 + normal(index_width, seed=3), normal(index_width, seed=4)
+    position = torch.randint(0, 5000, (1, rows), generator=torch.Generator().manual_seed(5))
+    rope = rotations(position, rotary, theta)
+    wide_up, wide_down = up.double(), down.double()
+    q, rows_out, keys, index_q, weights = cpu.prepare(
+        up.split_with_sizes((q_width, index_q_width), -1),
+        down.split_with_sizes((6, latent + rotary, index_width, index_heads), -1)[1:],
+        rope,
+        (gain, 1e-6),
+        (k_gain, k_bias, 1e-6),
+        (heads, index_heads),
+    )
+
+    def turned(x: Tensor) -> Tensor:
+        angle = torch.view_as_real(rope).double()
+        cos, sin = angle[..., 0], angle[..., 1]
+        if x.ndim == 4:
+            cos, sin = cos.unsqueeze(2), sin.unsqueeze(2)
+        even, odd = x[..., ::2], x[..., 1::2]
+        return torch.stack((even * cos - odd * sin, even * sin + odd * cos), -1).flatten(-2)
+
+    wide_q = wide_up[..., :q_width].unflatten(-1, (heads, -1))
+    wide_index_q = wide_up[..., q_width:].unflatten(-1, (index_heads, -1))
+    _, kv, index_k, index_w = wide_down.split_with_sizes((6, latent + rotary, index_width, index_heads), -1)
+    norm = kv[..., :latent] * (kv[..., :latent].square().mean(-1, keepdim=True) + 1e-6).rsqrt() * gain.double()
+    centred = index_k - index_k.mean(-1, keepdim=True)
+    layer = centred * (centred.square().mean(-1, keepdim=True) + 1e-6).rsqrt() * k_gain.double() + k_bias.double()
+    expected = (
+        torch.cat((wide_q[..., :nope], turned(wide_q[..., nope:])), -1),
+        torch.cat((norm, turned(kv[..., latent:])), -1),
+        torch.cat((turned(layer[..., :rotary]), layer[..., rotary:]), -1),
+        torch.cat((turned(wide_index_q[..., :rotary]), wide_index_q[..., rotary:]), -1),
+        index_w * (index_heads * index_width) ** -0.5,
+    )
+    for found, exact in zip((q, rows_out, keys, index_q, weights), expected, strict=True):
+        torch.testing.assert_close(found.double(), exact, rtol=1e-5, atol=1e-5)
+
+
+@needs_compiler
+def test_norms_rows_at_any_stride() -> None:
+    x = normal(1, 5, 40)
+    gain = 1 + normal(24, seed=1)
+    wide = x[..., 8:32].double()
+    expected = wide * (wide.square().mean(-1, keepdim=True) + 1e-5).rsqrt() * gain.double()
+    torch.testing.assert_close(cpu.rms_norm(x[..., 8:32], gain, 1e-5).double(), expected, rtol=1e-5, atol=1e-6)
+    flat = x[0, :, 8:32]
+    torch.testing.assert_close(cpu.rms_norm(flat, gain, 1e-5).double(), expected[0], rtol=1e-5, atol=1e-6)

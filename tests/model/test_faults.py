@@ -77,11 +77,11 @@ def test_fix_lost_on_one_path(golden: Golden) -> None:
 def test_layout(golden: Golden) -> None:
     """3. The rotated part of an index head comes first; the main attention's comes last."""
 
-    def keys(self: Indexer, x: Tensor, rope: Tensor, _projected: Any) -> Tensor:
+    def keys(self: Indexer, x: Tensor, rope: Tensor) -> Tensor:
         k = self.k_norm(self.wk(x))
         return torch.cat((k[..., : -self.rotary], basic.rope_interleaved(k[..., -self.rotary :], rope)), dim=-1)
 
-    def queries(self: Indexer, x: Tensor, latent: Tensor, rope: Tensor, _projected: Any) -> tuple[Tensor, Tensor]:
+    def queries(self: Indexer, x: Tensor, latent: Tensor, rope: Tensor) -> tuple[Tensor, Tensor]:
         q = self.wq_b(latent).unflatten(-1, (self.heads, -1))
         turned = basic.rope_interleaved(q[..., -self.rotary :], rope.unsqueeze(-2))
         w = self.weights_proj(x).float() * (self.heads * self.width) ** -0.5
@@ -98,7 +98,7 @@ def test_wrong_tap_of_the_query_latent(golden: Golden) -> None:
     homogeneous, and a norm only scales a row), so the fixture has gains, and scores are compared too."""
     owner = {m.indexer: m for m in golden.model.modules() if isinstance(m, MLA)}
 
-    def unnormalised(original: Any, self: Indexer, x: Tensor, _latent: Tensor, rope: Tensor, _projected: Any) -> Any:
+    def unnormalised(original: Any, self: Indexer, x: Tensor, _latent: Tensor, rope: Tensor) -> Any:
         return original(self, x, owner[self].q_a_proj(x), rope)
 
     fault = wrapped(Indexer, "queries", unnormalised)
@@ -156,7 +156,9 @@ def test_missing_operation_in_the_scores(golden: Golden) -> None:
     catches(lambda: checks.check_logits(golden), scores("no relu"), scores("per head"))
     with scores("neither")():
         checks.check_layers(golden)  # the stand-in itself is sound
-    catches(lambda: checks.check_chunks(golden, [20, 20, 20]), replaced(Visibility, "mask_BTS", square))
+    # Too few slots seem visible then, so that either the positions differ or -1 is read as one.
+    error = (AssertionError, IndexError)
+    catches(lambda: checks.check_chunks(golden, [20, 20, 20]), replaced(Visibility, "mask_BTS", square), error=error)
     with replaced(Visibility, "mask_BTS", square)():
         checks.check_logits(golden)  # one chunk is square
 

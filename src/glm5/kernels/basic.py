@@ -6,28 +6,24 @@ Source: the published implementation of GLM-5 (statistics in fp32, result cast b
 
 from __future__ import annotations
 
-from functools import cache
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from glm5.kernels.dispatch import pick
+
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """RMSNorm over the last axis: fp32 statistics, cast back to x's dtype, then times `weight`."""
     if torch.is_grad_enabled() and (x.requires_grad or weight.requires_grad):
         return _RMSNorm.apply(x, weight, eps)
-    if x.dtype == torch.float32 and x.ndim == 3 and x.shape[0] * x.shape[1] == 1:  # decode: half the launches
-        mean = torch.baddbmm(_as_matrix(eps, x.device), x, x.transpose(1, 2), alpha=1 / x.shape[-1])
-        return (x * mean.rsqrt_()).mul_(weight)
+    fast = pick("rms_norm", x, weight)
+    if fast is not None:
+        normed: Tensor = fast(x, weight, eps)
+        return normed
     return (x * _inverse_rms(x, eps)).to(x.dtype) * weight
-
-
-@cache
-def _as_matrix(value: float, device: torch.device) -> Tensor:
-    with torch.inference_mode(False):
-        return torch.full((1, 1, 1), value, device=device)
 
 
 def _inverse_rms(x: Tensor, eps: float) -> Tensor:

@@ -101,6 +101,14 @@ def _cpu_attention(q_BTHX: Tensor, k_BSGX: Tensor, v_BSGV: Tensor) -> str | None
     return _plain_fp32(q_BTHX, k_BSGX)
 
 
+def _cpu_norm(x: Tensor, weight: Tensor) -> str | None:
+    if x.numel() > TOKENS_UP_TO * x.shape[-1]:
+        return f"written for up to {TOKENS_UP_TO} rows"
+    if x.stride(-1) != 1 or not (x.ndim == 2 or x.shape[0] == 1 or x.is_contiguous()):
+        return "takes rows at one stride"
+    return _plain_fp32(x, weight)
+
+
 def _cpu_experts(x_ND: Tensor, gate_up_EFD: Tensor, down_EDF: Tensor) -> str | None:
     if not (gate_up_EFD.is_contiguous() and down_EDF.is_contiguous()):
         return "takes contiguous weights"
@@ -172,6 +180,8 @@ def _load_cpu(operator: str) -> Callable[[], Callable[..., Any]]:
 
 
 OPERATORS: dict[str, tuple[Fast, ...]] = {
+    "rms_norm": (Fast("cpu.rms_norm", _compiler, _cpu_norm, _load_cpu("rms_norm")),),
+    "prepare": (Fast("cpu.prepare", _compiler, _plain_fp32, _load_cpu("prepare")),),
     "dense_attention": (),
     "sparse_attention": (
         Fast("cuda.sparse_mla", _hopper, _sparse_mla, _load_sparse_mla),

@@ -28,19 +28,14 @@ class Indexer(nn.Module):
         self.k_norm = LayerNorm(self.width)
         self.weights_proj = Linear(config.hidden_size, self.heads, bias=False)
 
-    def keys(self, x_BTD: Tensor, rope: Tensor, projected: Tensor | None = None) -> Tensor:
-        """Index keys [B, T, I], normed and rotated: what the cache holds. `projected` is wk(x), where already made."""
-        k = self.k_norm(self.wk(x_BTD.detach()) if projected is None else projected)
+    def keys(self, x_BTD: Tensor, rope: Tensor) -> Tensor:
+        """Index keys [B, T, I], normed and rotated: what the cache holds."""
+        k = self.k_norm(self.wk(x_BTD.detach()))
         return torch.cat((rope_interleaved(k[..., : self.rotary], rope), k[..., self.rotary :]), dim=-1)
 
-    def queries(
-        self, x_BTD: Tensor, q_latent_BTQ: Tensor, rope: Tensor, projected: tuple[Tensor, Tensor] | None = None
-    ) -> tuple[Tensor, Tensor]:
-        """Index queries [B, T, J, I], and head weights fp32 [B, T, J] with both scales (J and I, power -1/2) in.
-
-        `projected` is wq_b(q latent) and weights_proj(x), where already made.
-        """
-        q, w = projected or (self.wq_b(q_latent_BTQ.detach()), self.weights_proj(x_BTD.detach()))
+    def queries(self, x_BTD: Tensor, q_latent_BTQ: Tensor, rope: Tensor) -> tuple[Tensor, Tensor]:
+        """Index queries [B, T, J, I], and head weights fp32 [B, T, J] with both scales (J and I, power -1/2) in."""
+        q, w = self.wq_b(q_latent_BTQ.detach()), self.weights_proj(x_BTD.detach())
         q = q.unflatten(-1, (self.heads, self.width))
         rotated = rope_interleaved(q[..., : self.rotary], rope.unsqueeze(-2))
         return torch.cat((rotated, q[..., self.rotary :]), dim=-1), w.float() * (self.heads * self.width) ** -0.5

@@ -8,12 +8,16 @@ section 2.1. Read next: `cache`, `moe`.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from glm5.kernels.attention import attention_logit_max, dense_attention, sparse_attention
 from glm5.kernels.basic import Joined, rope_interleaved
+from glm5.kernels.dispatch import pick
 from glm5.kernels.indexer import index_scores, index_select
 from glm5.kernels.indexer_loss import indexer_loss
 from glm5.kernels.pages import Pages
@@ -75,23 +79,31 @@ class MLA(nn.Module):
             sparse: restrict to the indexer's top-k; False attends to everything visible (before DSA adaptation).
             slot_BT: where new tokens go in the cache, when they don't follow `visible.offset` in every row.
         """
-        q_latent, q, kv, index_k, index_q_w = self._project(x_BTD)
-        q_nope, q_rope = q.unflatten(-1, (self.heads, -1)).split_with_sizes((self.nope, self.rotary), -1)
-        q_rope = rope_interleaved(q_rope, rope.unsqueeze(-2))
-        latent, k_rope = kv.split_with_sizes((self.latent, self.rotary), -1)
-        rows = torch.cat((self.kv_a_layernorm(latent), rope_interleaved(k_rope, rope)), dim=-1)
-
-        indexed = sparse or cache is not None or trace is not None or (aux is not None and aux.indexer)
-        index_keys = self.indexer.keys(x_BTD, rope, index_k) if indexed else rows
+        joined = Joined.pays(x_BTD) and self.q_a_proj.bias is None
+        if not joined:
+            self.forget_joined()
+        fast = pick("prepare", x_BTD, self.kv_a_layernorm.weight) if joined else None
+        index_q: tuple[Tensor, Tensor] | None
+        if fast is not None:
+            q_nope, q_rope, rows, index_keys, index_q = self._prepared(x_BTD, rope, fast)
+        else:
+            q_latent = self.q_a_layernorm(self.q_a_proj(x_BTD))
+            q = self.q_b_proj(q_latent).unflatten(-1, (self.heads, -1))
+            q_nope, q_rope = q.split_with_sizes((self.nope, self.rotary), -1)
+            q_rope = rope_interleaved(q_rope, rope.unsqueeze(-2))
+            latent, k_rope = self.kv_a_proj_with_mqa(x_BTD).split_with_sizes((self.latent, self.rotary), -1)
+            rows = torch.cat((self.kv_a_layernorm(latent), rope_interleaved(k_rope, rope)), dim=-1)
+            indexed = sparse or cache is not None or trace is not None or (aux is not None and aux.indexer)
+            index_keys = self.indexer.keys(x_BTD, rope) if indexed else rows
+            index_q = None
         if cache is None:
             parts = [Part(visible, rows, index_keys)]
         else:
             parts = cache.store(self.layer, slot_BT, visible, rows, index_keys)
 
         searched = any(p.visible.slots > self.indexer.topk for p in parts) or trace is not None
-        index_q = None
-        if (sparse and searched) or (aux is not None and aux.indexer):
-            index_q = self.indexer.queries(x_BTD, q_latent, rope, index_q_w)
+        if index_q is None and ((sparse and searched) or (aux is not None and aux.indexer)):
+            index_q = self.indexer.queries(x_BTD, q_latent, rope)
         if parts[0].span is None:
             out = self._attend(parts[0], q_nope, q_rope, index_q, sparse, trace, aux)
         else:
@@ -141,19 +153,24 @@ class MLA(nn.Module):
             )
         return out
 
-    def _project(self, x_BTD: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor | None, tuple[Tensor, Tensor] | None]:
-        """Query latent, query, key-value row; and in decode the indexer's products, from the same calls."""
-        if not Joined.pays(x_BTD) or self.q_a_proj.bias is not None:
-            self.forget_joined()
-            q_latent = self.q_a_layernorm(self.q_a_proj(x_BTD))
-            return q_latent, self.q_b_proj(q_latent), self.kv_a_proj_with_mqa(x_BTD), None, None
+    def _prepared(
+        self, x_BTD: Tensor, rope: Tensor, fast: Callable[..., Any]
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor, tuple[Tensor, Tensor]]:
+        """What `forward` makes of x up to attention, in two joined products and one call: for a few rows."""
         own, index = (self.q_a_proj, self.kv_a_proj_with_mqa), (self.indexer.wk, self.indexer.weights_proj)
         down = F.linear(x_BTD, self._down.of(*(p.weight for p in (*own, *index))))
-        q_a, kv, index_k, index_w = down.split_with_sizes([p.out_features for p in (*own, *index)], -1)
-        q_latent = self.q_a_layernorm(q_a)
-        up = F.linear(q_latent, self._up.of(self.q_b_proj.weight, self.indexer.wq_b.weight))
-        q, index_q = up.split_with_sizes((self.q_b_proj.out_features, self.indexer.wq_b.out_features), -1)
-        return q_latent, q, kv, index_k, (index_q, index_w)
+        q_a, *parts = down.split_with_sizes([p.out_features for p in (*own, *index)], -1)
+        up = F.linear(self.q_a_layernorm(q_a), self._up.of(self.q_b_proj.weight, self.indexer.wq_b.weight))
+        norm, k_norm = self.kv_a_layernorm, self.indexer.k_norm
+        q, rows, keys, index_q, index_w = fast(
+            up.split_with_sizes((self.q_b_proj.out_features, self.indexer.wq_b.out_features), -1),
+            parts,
+            rope,
+            (norm.weight, norm.eps),
+            (k_norm.weight, k_norm.bias, k_norm.eps),
+            (self.heads, self.indexer.heads),
+        )
+        return *q.split_with_sizes((self.nope, self.rotary), -1), rows, keys, (index_q, index_w)
 
     def _select(self, index_q: tuple[Tensor, Tensor], part: Part, trace: Trace | None) -> Tensor | None:
         visible = part.visible

@@ -7,6 +7,13 @@ plain PyTorch versions run, and a warning says so. Read next: `operators`, `oper
 from __future__ import annotations
 
 from glm5.kernels.cpu.build import available
-from glm5.kernels.cpu.operators import grouped_swiglu, index_select, route, sparse_attention
+from glm5.kernels.cpu.operators import (
+    grouped_swiglu,
+    index_select,
+    prepare,
+    rms_norm,
+    route,
+    sparse_attention,
+)
 
-__all__ = ["available", "grouped_swiglu", "index_select", "route", "sparse_attention"]
+__all__ = ["available", "grouped_swiglu", "index_select", "prepare", "rms_norm", "route", "sparse_attention"]

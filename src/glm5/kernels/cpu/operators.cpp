@@ -155,9 +155,61 @@ void select_top(const float* scores, int64_t n, int64_t k, int64_t first, int32_
   }
 }
 
+// x * rsqrt(mean(x ** 2) + eps) * gain
+inline void rms_norm(const float* __restrict x, const float* __restrict gain, float* __restrict out, int64_t n,
+                     float eps) {
+  const float inverse = 1.f / std::sqrt(dot(x, x, n) / n + eps);
+  for (int64_t i = 0; i < n; i++) out[i] = x[i] * inverse * gain[i];
+}
+
+// Rotate the pairs of x by complex numbers, in place.
+inline void rotate(float* __restrict x, const float* __restrict rope, int64_t n) {
+  for (int64_t i = 0; i < n; i += 2) {
+    const float even = x[i], odd = x[i + 1];
+    x[i] = even * rope[i] - odd * rope[i + 1];
+    x[i + 1] = even * rope[i + 1] + odd * rope[i];
+  }
+}
+
 }  // namespace
 
 extern "C" {
+
+// RMSNorm of rows. x [N, D] by its stride of rows; out [N, D].
+void glm5_rms_norm(const float* x, const float* gain, float* out, int64_t rows, int64_t width, int64_t stride,
+                   float eps) {
+  for (int64_t n = 0; n < rows; n++) rms_norm(x + n * stride, gain, out + n * width, width, eps);
+}
+
+// What lies between the projections of an attention layer and attention. Per row: q [H, nope + rotary] and index_q [J, I]
+// are rotated in place, the former's last, the latter's first columns; out get rows [latent + rotary] (normed, rotated),
+// index_keys [I] (LayerNorm, then rotated) and weights [J] (scaled). rope [N, rotary] holds pairs (cos, sin).
+void glm5_prepare(float* q, float* index_q, const float* kv, const float* index_k, const float* index_w,
+                  const float* rope, const float* kv_gain, const float* k_gain, const float* k_bias, float* rows,
+                  float* index_keys, float* weights, int64_t count, int64_t up_stride, int64_t down_stride,
+                  int64_t heads, int64_t nope, int64_t rotary, int64_t latent, int64_t index_heads,
+                  int64_t index_width, float kv_eps, float k_eps) {
+  const float scale = 1.f / std::sqrt(static_cast<float>(index_heads * index_width));
+  for (int64_t n = 0; n < count; n++) {
+    const float *turn = rope + n * rotary, *key = index_k + n * down_stride, *source = kv + n * down_stride;
+    for (int64_t h = 0; h < heads; h++) rotate(q + n * up_stride + h * (nope + rotary) + nope, turn, rotary);
+    for (int64_t j = 0; j < index_heads; j++) {
+      rotate(index_q + n * up_stride + j * index_width, turn, rotary);
+      weights[n * index_heads + j] = index_w[n * down_stride + j] * scale;
+    }
+    float* row = rows + n * (latent + rotary);
+    rms_norm(source, kv_gain, row, latent, kv_eps);
+    std::copy(source + latent, source + latent + rotary, row + latent);
+    rotate(row + latent, turn, rotary);
+    float mean = 0.f, square = 0.f, *out = index_keys + n * index_width;
+    for (int64_t i = 0; i < index_width; i++) mean += key[i];
+    mean /= index_width;
+    for (int64_t i = 0; i < index_width; i++) square += (key[i] - mean) * (key[i] - mean);
+    const float inverse = 1.f / std::sqrt(square / index_width + k_eps);
+    for (int64_t i = 0; i < index_width; i++) out[i] = (key[i] - mean) * inverse * k_gain[i] + k_bias[i];
+    rotate(out, turn, rotary);
+  }
+}
 
 // Lightning indexer of `queries` rows per sequence: scores, then the k best visible slots, ascending, -1 where fewer.
 // q [B, T, J, I] by strides (b, t, j); w [B, T, J], contiguous; keys [B, S, I] by strides (b, s), or without batches where

@@ -28,6 +28,53 @@ def _function(name: str, pointers: int, integers: int, floats: int) -> Callable[
     return function
 
 
+def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """As `glm5.kernels.basic.rms_norm`, where all axes but the last can be viewed as one."""
+    width = x.shape[-1]
+    rows = x if x.ndim == 2 else x.view(-1, width)
+    out = torch.empty(x.shape)
+    _function("glm5_rms_norm", 3, 3, 1)(
+        *(rows.data_ptr(), weight.data_ptr(), out.data_ptr(), rows.shape[0], width, rows.stride(0), eps)
+    )
+    return out
+
+
+def prepare(
+    up: tuple[Tensor, Tensor],
+    down: tuple[Tensor, Tensor, Tensor],
+    rope: Tensor,
+    kv_norm: tuple[Tensor, float],
+    k_norm: tuple[Tensor, Tensor, float],
+    heads: tuple[int, int],
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """Everything between an attention layer's projections and attention, for rows whose products were made as one.
+
+    Args:
+        up: q [B, T, H * (N + R)] and index_q [B, T, J * I], parts of one contiguous product; rotated in place.
+        down: kv [B, T, L + R], index_k [B, T, I] and index_w [B, T, J], parts of another.
+        rope: rotations [B, T, R / 2]. kv_norm: gain, eps. k_norm: gain, bias, eps. heads: H and J.
+
+    Returns:
+        q [B, T, H, N + R], rows [B, T, L + R], index_keys [B, T, I], index_q [B, T, J, I], and head weights [B, T, J]
+        with both scales in.
+    """
+    (q, index_q), (kv, index_k, index_w), (main, index) = up, down, heads
+    batch, tokens = q.shape[:2]
+    rotary, index_width = 2 * rope.shape[-1], index_k.shape[-1]
+    latent, nope = kv.shape[-1] - rotary, q.shape[-1] // main - rotary
+    rope = rope.contiguous()
+    rows, keys = torch.empty(batch, tokens, latent + rotary), torch.empty(batch, tokens, index_width)
+    weights = torch.empty(batch, tokens, index)
+    (kv_gain, kv_eps), (k_gain, k_bias, k_eps) = kv_norm, k_norm
+    _function("glm5_prepare", 12, 9, 2)(
+        *(q.data_ptr(), index_q.data_ptr(), kv.data_ptr(), index_k.data_ptr(), index_w.data_ptr(), rope.data_ptr()),
+        *(kv_gain.data_ptr(), k_gain.data_ptr(), k_bias.data_ptr()),
+        *(rows.data_ptr(), keys.data_ptr(), weights.data_ptr()),
+        *(batch * tokens, q.stride(1), kv.stride(1), main, nope, rotary, latent, index, index_width, kv_eps, k_eps),
+    )
+    return q.unflatten(-1, (main, -1)), rows, keys, index_q.unflatten(-1, (index, -1)), weights
+
+
 def index_select(
     q_BTJI: Tensor, w_BTJ: Tensor, k_BSI: Tensor, visible: Visibility, k: int, pages: Pages | None = None
 ) -> Tensor:
