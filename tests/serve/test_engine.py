@@ -9,16 +9,17 @@ from typing import NamedTuple
 
 import pytest
 import torch
+from safetensors.torch import save
 
 from glm5.model.generate import generate
 from glm5.model.glm5 import GLM5
-from glm5.model.weights import save_model
+from glm5.model.weights import disk_tensors, save_model
 from glm5.serve.client import WeightUpdate
 from glm5.serve.config import EngineConfig
 from glm5.serve.engine import Engine
 from glm5.serve.llm import Answer
 from glm5.serve.request import Request, SamplingParams
-from glm5.utils.errors import ConfigError, UserError
+from glm5.utils.errors import CheckpointError, ConfigError, UserError
 from support.drafting import agreeable
 from support.tiny import tiny_config, tiny_model
 
@@ -244,6 +245,31 @@ def test_an_update_and_back(drafts: int, prompts: list[list[int]], expected: lis
         same(run(engine, prompts), expected)
         assert engine.checksum() == sums
     assert "model.layers.3.eh_proj.weight" in sums
+
+
+def test_weights_sent_as_tensors(prompts: list[list[int]], expected: list[Expected]) -> None:
+    """All of them, in two parts under public names; then parts that do not fit, which change nothing."""
+    engine = Engine(agreeable(1).eval(), SMALL)
+    run(engine, prompts[:3])
+    named = {name: tensor.contiguous() for name, tensor in disk_tensors(agreeable(0))}
+    parts = [dict(list(named.items())[i::2]) for i in range(2)]
+    for i, part in enumerate(parts):
+        engine.update_weights(WeightUpdate("tensor", tensors=(save(part),), weight_version=f"part {i}"))
+    same(run(engine, prompts), expected)
+    assert engine.weight_version == "part 1"
+    sums = engine.checksum()
+    name = "model.layers.1.mlp.experts.3.up_proj.weight"
+    for wrong, said in (
+        ({"no.such": torch.ones(2)}, "unknown: no.such"),
+        ({name: torch.ones(2, 2)}, "misshapen"),
+        ({name: torch.full_like(named[name], torch.nan)}, "not finite"),
+    ):
+        whole = {"model.norm.weight": torch.zeros_like(named["model.norm.weight"]), **wrong}
+        with pytest.raises(CheckpointError, match=said):
+            engine.update_weights(WeightUpdate("tensor", tensors=(save(whole),)))
+    with pytest.raises(CheckpointError, match="no safetensors file"):
+        engine.update_weights(WeightUpdate("tensor", tensors=(b"garbage",)))
+    assert engine.checksum() == sums
 
 
 def test_weights_that_do_not_fit_change_nothing(model: GLM5, tmp_path: Path) -> None:

@@ -275,6 +275,34 @@ def _fill(
         model.lm_head.weight = model.model.embed_tokens.weight
 
 
+@torch.no_grad()
+def assign_tensors(model: GLM5, tensors: Mapping[str, Tensor]) -> None:
+    """Replace some or all weights of a model in memory, by their public names (experts apart or fused). All or none.
+
+    The model's own dtype and device are kept. Afterwards call `model.forget_joined`.
+
+    Raises:
+        CheckpointError: a tensor is unknown, misshapen or not finite; all are listed, and nothing has changed.
+    """
+    target: dict[str, Tensor] = {}
+    for owner, tensor in model.state_dict().items():
+        target[owner] = tensor
+        target.update(public_tensors(owner, tensor))
+    problems = []
+    for name, tensor in tensors.items():
+        if name not in target:
+            problems.append(f"unknown: {name}")
+        elif tensor.shape != target[name].shape:
+            problems.append(f"misshapen: {name} is {list(tensor.shape)}, must be {list(target[name].shape)}")
+        elif not bool(tensor.isfinite().all()):
+            problems.append(f"not finite: {name}")
+    if problems:
+        what = f"these weights do not fit the model, {len(problems)} problem(s)"
+        raise CheckpointError("\n  ".join([what + ":", *problems]), "Send tensors of this model's public layout")
+    for name, tensor in tensors.items():
+        target[name].copy_(tensor)
+
+
 def _batches(stored: Mapping[str, _Stored]) -> Iterator[list[str]]:
     """Names of one file at a time, at most `MAPPED_BYTES` of them together (or a single larger one)."""
     batch: list[str] = []

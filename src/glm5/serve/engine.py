@@ -16,13 +16,15 @@ import hashlib
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
+import safetensors.torch
 import torch
+from safetensors import SafetensorError
 from torch import Tensor
 
 from glm5.model.glm5 import GLM5
 from glm5.model.paged import PagedBatch, PagedCache, Run
 from glm5.model.speculate import SpeculationStats
-from glm5.model.weights import disk_tensors, load_model
+from glm5.model.weights import assign_tensors, disk_tensors, load_model
 from glm5.serve.client import PauseMode, Stats, WeightGroup, WeightUpdate
 from glm5.serve.config import EngineConfig
 from glm5.serve.pages import PAGE_SIZE, PagePool
@@ -228,21 +230,26 @@ class Engine:
         Raises:
             UserError: they cannot be read or do not fit.
         """
-        if update.source != "disk":
-            raise UserError(f"weights from {update.source}", "this engine loads them from disk")
-        new = load_model(update.path, device=self.model.device, dtype=self.model.dtype)
-        if new.config.replace(dtype=self.model.config.dtype) != self.model.config:
-            raise CheckpointError(f"{update.path}: another model's configuration", "give weights of the served model")
-        self.model.load_state_dict(new.state_dict())
+        if update.source == "disk":
+            new = load_model(update.path, device=self.model.device, dtype=self.model.dtype)
+            if new.config.replace(dtype=self.model.config.dtype) != self.model.config:
+                raise CheckpointError(
+                    f"{update.path}: another model's configuration", "Give weights of the served model"
+                )
+            self.model.load_state_dict(new.state_dict())
+        elif update.source == "tensor":
+            assign_tensors(self.model, _unpacked(update))
+        else:
+            raise UserError("weights over a process group", "Send them from disk or as tensors")
         self.model.forget_joined()
         before, self.weight_version = self.weight_version, update.weight_version or self.weight_version
         self.scheduler.set_version(self.weight_version, keep=not update.flush_cache and self.weight_version != before)
 
     def join_group(self, group: WeightGroup) -> None:
-        raise UserError(f"group {group.group_name!r}", "this engine loads weights from disk")
+        raise UserError(f"group {group.group_name!r}", "Send weights from disk or as tensors")
 
     def leave_group(self, group_name: str) -> None:
-        raise UserError(f"group {group_name!r}", "this engine loads weights from disk")
+        raise UserError(f"group {group_name!r}", "Send weights from disk or as tensors")
 
     def checksum(self) -> dict[str, str]:
         """SHA-256 of every tensor by its public name."""
@@ -281,3 +288,14 @@ class Engine:
             "accept_length": self.speculation.accept_length,
             "acceptance": self.speculation.acceptance,
         }
+
+
+def _unpacked(update: WeightUpdate) -> dict[str, Tensor]:
+    """The tensors of an update that carries them."""
+    if len(update.tensors) != 1 or update.load_format is not None:
+        what = f"weights of {len(update.tensors)} ranks in the format {update.load_format}"
+        raise UserError(what, "This engine is one rank: send one safetensors file, plain")
+    try:
+        return safetensors.torch.load(update.tensors[0])
+    except SafetensorError as error:
+        raise CheckpointError(f"the weights sent are no safetensors file ({error})", "Send them again") from None
