@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import signal
 import subprocess
 import sys
+import urllib.error
 import urllib.request
 from pathlib import Path
 
@@ -32,7 +34,8 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_listens_answers_and_ends(checkpoint: Path) -> None:
     command = [sys.executable, "-c", "import sys; from glm5.cli.main import main; sys.exit(main())"]
     command += ["serve", str(checkpoint), "--port", "0", "--pages", "16", "--drafts", "2", "--log-level", "warning"]
-    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as process:
+    environment = {**os.environ, "GLM5_API_KEY": "secret"}
+    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=environment) as process:
         assert process.stderr is not None
         said = []
         for line in process.stderr:
@@ -44,9 +47,11 @@ def test_listens_answers_and_ends(checkpoint: Path) -> None:
             pytest.fail("".join(said))
         assert any("small: 16 pages of 64 tokens" in line for line in said)
         body = {"model": "small", "prompt": "def hello", "max_tokens": 5, "temperature": 0}
-        asked = urllib.request.Request(  # noqa: S310
-            found[1] + "/v1/completions", json.dumps(body).encode(), {"Content-Type": "application/json"}
-        )
+        headers = {"Content-Type": "application/json"}
+        asked = urllib.request.Request(found[1] + "/v1/completions", json.dumps(body).encode(), headers)  # noqa: S310
+        with pytest.raises(urllib.error.HTTPError, match="401"):
+            urllib.request.urlopen(asked, timeout=60)  # noqa: S310
+        asked.add_header("Authorization", "Bearer secret")
         with urllib.request.urlopen(asked, timeout=60) as answer:  # noqa: S310
             usage = json.load(answer)["usage"]
         assert usage["completion_tokens"] == 5

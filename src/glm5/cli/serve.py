@@ -5,9 +5,10 @@ Needs the extra `serve`. Read next: `glm5.serve.http.app`, `glm5.serve.runner`, 
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar
 
@@ -37,6 +38,8 @@ def main(argv: Sequence[str]) -> int:
         """The model's directory, tokenizer included."""
         name: str = ""
         """What the model is called; by default the directory's name."""
+        api_key: str | None = None
+        """Clients must send it. Better given as GLM5_API_KEY in the environment; without either everyone is let in."""
         device: str = "auto"
         """cpu, cuda or cuda:N; auto is a GPU where there is one."""
         dtype: str | None = None
@@ -56,7 +59,10 @@ def main(argv: Sequence[str]) -> int:
     model = load_model(options.checkpoint, device=resolve_device(options.device), dtype=options.dtype)
     engine = Engine(model, _part(EngineConfig, options), tokenizer)
     runner = Runner(engine, tokenizer, options.name or Path(options.checkpoint).resolve().name)
-    app = create_app(runner, _part(HttpOptions, options), start=runner.start, stop=runner.stop)
+    http = _part(HttpOptions, options)
+    if http.api_key is None and os.environ.get("GLM5_API_KEY"):  # which, unlike an option, no list of processes shows
+        http = replace(http, api_key=os.environ["GLM5_API_KEY"])
+    app = create_app(runner, http, start=runner.start, stop=runner.stop)
 
     def ready(host: str, port: int) -> None:
         pages, of_each = engine.pool.device.count, engine.cache.nbytes_per_page()

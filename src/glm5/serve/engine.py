@@ -217,8 +217,8 @@ class Engine:
         """Steps go on."""
 
     def flush_cache(self) -> bool:
-        """Forget all prefixes; False, and nothing, while requests are alive."""
-        if self.has_work:
+        """Forget all prefixes; False, and nothing, while requests run."""
+        if self.scheduler.running:
             return False
         self.tree.flush()
         return True
