@@ -16,15 +16,13 @@ import hashlib
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-import safetensors.torch
 import torch
-from safetensors import SafetensorError
 from torch import Tensor
 
 from glm5.model.glm5 import GLM5
 from glm5.model.paged import PagedBatch, PagedCache, Run
 from glm5.model.speculate import SpeculationStats
-from glm5.model.weights import assign_tensors, disk_tensors, load_model
+from glm5.model.weights import disk_tensors
 from glm5.serve.client import PauseMode, Stats, WeightGroup, WeightUpdate
 from glm5.serve.config import EngineConfig
 from glm5.serve.pages import PAGE_SIZE, PagePool
@@ -33,8 +31,9 @@ from glm5.serve.request import Delta, Request, TokenInfo, check
 from glm5.serve.sampler import Chosen, Sampler, SamplerState
 from glm5.serve.scheduler import Item, Outcome, Plan, Scheduler, Sequence
 from glm5.serve.speculate import Drafter
+from glm5.serve.weights import WeightSource
 from glm5.text.tokenizer import Tokenizer
-from glm5.utils.errors import CheckpointError, ConfigError, UserError
+from glm5.utils.errors import ConfigError, UserError
 
 
 @dataclass
@@ -69,6 +68,7 @@ class Engine:
         self._sampler = Sampler(self.vocab_size, model.config.eos_token_id, tokenizer)
         self._answers: dict[Sequence, _Answer] = {}
         self.weight_version = "0"
+        self._weights = WeightSource(model)
         self._allocate()
 
     def _allocate(self) -> None:
@@ -230,26 +230,17 @@ class Engine:
         Raises:
             UserError: they cannot be read or do not fit.
         """
-        if update.source == "disk":
-            new = load_model(update.path, device=self.model.device, dtype=self.model.dtype)
-            if new.config.replace(dtype=self.model.config.dtype) != self.model.config:
-                raise CheckpointError(
-                    f"{update.path}: another model's configuration", "Give weights of the served model"
-                )
-            self.model.load_state_dict(new.state_dict())
-        elif update.source == "tensor":
-            assign_tensors(self.model, _unpacked(update))
-        else:
-            raise UserError("weights over a process group", "Send them from disk or as tensors")
-        self.model.forget_joined()
+        self._weights.apply(update)
         before, self.weight_version = self.weight_version, update.weight_version or self.weight_version
         self.scheduler.set_version(self.weight_version, keep=not update.flush_cache and self.weight_version != before)
 
     def join_group(self, group: WeightGroup) -> None:
-        raise UserError(f"group {group.group_name!r}", "Send weights from disk or as tensors")
+        """Join a process group over which weights will come."""
+        self._weights.join(group)
 
     def leave_group(self, group_name: str) -> None:
-        raise UserError(f"group {group_name!r}", "Send weights from disk or as tensors")
+        """Leave it."""
+        self._weights.leave(group_name)
 
     def checksum(self) -> dict[str, str]:
         """SHA-256 of every tensor by its public name."""
@@ -288,14 +279,3 @@ class Engine:
             "accept_length": self.speculation.accept_length,
             "acceptance": self.speculation.acceptance,
         }
-
-
-def _unpacked(update: WeightUpdate) -> dict[str, Tensor]:
-    """The tensors of an update that carries them."""
-    if len(update.tensors) != 1 or update.load_format is not None:
-        what = f"weights of {len(update.tensors)} ranks in the format {update.load_format}"
-        raise UserError(what, "This engine is one rank: send one safetensors file, plain")
-    try:
-        return safetensors.torch.load(update.tensors[0])
-    except SafetensorError as error:
-        raise CheckpointError(f"the weights sent are no safetensors file ({error})", "Send them again") from None

@@ -1,0 +1,132 @@
+"""New weights for a running engine: from a checkpoint, from tensors in a request, or over a process group.
+
+A trainer that sends over a group joins it as rank 0 with `join` and broadcasts the tensors of each update in the order
+of their names, as slime and others do. Read next: `glm5.model.weights.assign_tensors`, `engine`.
+"""
+
+from __future__ import annotations
+
+from datetime import timedelta
+from pathlib import Path
+
+import safetensors.torch
+import torch
+import torch.distributed as dist
+from safetensors import SafetensorError
+from torch import Tensor
+
+from glm5.model.glm5 import GLM5
+from glm5.model.weights import assign_tensors, load_model
+from glm5.serve.client import WeightGroup, WeightUpdate
+from glm5.utils.errors import CheckpointError, UserError
+
+JOIN_TIMEOUT = timedelta(minutes=5)
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+
+class WeightSource:
+    """Applies updates to one model.
+
+    Args:
+        model: whose weights are replaced, each update's all or none.
+    """
+
+    def __init__(self, model: GLM5) -> None:
+        self.model = model
+        self._groups: dict[str, dist.ProcessGroup] = {}
+
+    def apply(self, update: WeightUpdate) -> None:
+        """Replace the weights that the update names.
+
+        Raises:
+            UserError: they cannot be read, or do not fit; the old ones stay.
+        """
+        if update.source == "disk":
+            new = load_model(Path(update.path), device=self.model.device, dtype=self.model.dtype)
+            if new.config.replace(dtype=self.model.config.dtype) != self.model.config:
+                what = f"{update.path}: another model's configuration"
+                raise CheckpointError(what, "Give weights of the served model")
+            self.model.load_state_dict(new.state_dict())
+        elif update.source == "tensor":
+            assign_tensors(self.model, _unpacked(update))
+        else:
+            assign_tensors(self.model, self._received(update))
+        self.model.forget_joined()
+
+    def join(self, group: WeightGroup) -> None:
+        """Join a group as rank `rank_offset`. Returns when all its ranks are there.
+
+        Raises:
+            UserError: the name is in use, or the others did not come.
+        """
+        if group.group_name in self._groups:
+            raise UserError(f"group_name={group.group_name!r} is joined already", "Leave it first, or use another name")
+        self._groups[group.group_name] = join(group)
+
+    def leave(self, name: str) -> None:
+        """Raises UserError if it was not joined."""
+        dist.destroy_process_group(self._group(name))
+        del self._groups[name]
+
+    def _group(self, name: str) -> dist.ProcessGroup:
+        if name not in self._groups:
+            raise UserError(f"group_name={name!r} was not joined", "Join it with /init_weights_update_group")
+        return self._groups[name]
+
+    def _received(self, update: WeightUpdate) -> dict[str, Tensor]:
+        """Every tensor is received, whatever it is, so that sender and receiver stay in step."""
+        group = self._group(update.group_name)
+        dtypes = [dtype.removeprefix("torch.") for dtype in update.dtypes]
+        unknown = next((dtype for dtype in dtypes if dtype not in DTYPES), None)
+        if unknown is not None:
+            raise UserError(f"dtypes: {unknown!r}", f"Send one of {', '.join(DTYPES)}")
+        received = {}
+        for name, dtype, shape in zip(update.names, dtypes, update.shapes, strict=True):
+            received[name] = torch.empty(shape, dtype=DTYPES[dtype], device=self.model.device)
+            dist.broadcast(received[name], src=0, group=group)
+        return received
+
+
+def join(group: WeightGroup) -> dist.ProcessGroup:
+    """Join a group that is nobody's default group, so that trainer and engine keep worlds of their own.
+
+    torch's public functions make subgroups of one world only; this is what they do below that.
+
+    Raises:
+        UserError: the others did not come in time, or the address is not to be reached.
+    """
+    from torch.distributed import distributed_c10d as c10d
+
+    address = f"tcp://{group.master_address}:{group.master_port}"
+    try:
+        store, rank, size = next(
+            c10d.rendezvous(address, group.rank_offset, group.world_size, timeout=JOIN_TIMEOUT)
+        )
+        store.set_timeout(JOIN_TIMEOUT)
+        made, _ = c10d._new_process_group_helper(
+            size,
+            rank,
+            [],
+            c10d.Backend(group.backend),
+            c10d.PrefixStore(group.group_name, store),
+            group_name=group.group_name,  # type: ignore[arg-type]
+            timeout=JOIN_TIMEOUT,
+        )
+    except (RuntimeError, ValueError, OSError) as error:
+        raise UserError(
+            f"cannot join {group.group_name} at {address}: {error}", "Check address, ranks and size"
+        ) from None
+    assert isinstance(made, dist.ProcessGroup)
+    c10d._world.pg_group_ranks[made] = {i: i for i in range(size)}
+    return made
+
+
+def _unpacked(update: WeightUpdate) -> dict[str, Tensor]:
+    """The tensors of an update that carries them."""
+    if len(update.tensors) != 1 or update.load_format is not None:
+        what = f"weights of {len(update.tensors)} ranks in the format {update.load_format}"
+        raise UserError(what, "This engine is one rank: send one safetensors file, plain")
+    try:
+        return safetensors.torch.load(update.tensors[0])
+    except SafetensorError as error:
+        raise CheckpointError(f"the weights sent are no safetensors file ({error})", "Send them again") from None
