@@ -55,6 +55,13 @@ def test_official_client() -> None:
         assert found[-1].usage.completion_tokens == told.usage.completion_tokens
 
 
+def test_without_a_limit_the_default_is_openais() -> None:
+    client, backend = client_of()
+    client.post("/v1/completions", json={"prompt": "the"})
+    client.post("/v1/completions", json={"prompt": "the", "max_tokens": None})
+    assert [request.params.max_new_tokens for request in backend.seen] == [16, None]
+
+
 def test_prompt_as_text_opens_as_documents_do_and_as_ids_is_untouched() -> None:
     client, backend = client_of()
     tokenizer = chat_tokenizer()

@@ -51,7 +51,7 @@ class CompletionBody(SamplingFields):
 
     model: Name | None = None
     prompt: str | list[str] | list[Id] | list[list[Id]]
-    max_tokens: int | None = Field(default=None, ge=1, le=2**31 - 1)
+    max_tokens: int | None = Field(default=16, ge=1, le=2**31 - 1)  # OpenAI's default; null fills the context
     echo: bool | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
