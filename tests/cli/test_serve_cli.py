@@ -6,6 +6,7 @@ import json
 import os
 import re
 import signal
+import socket
 import subprocess
 import sys
 import urllib.error
@@ -57,6 +58,32 @@ def test_listens_answers_and_ends(checkpoint: Path) -> None:
         assert usage["completion_tokens"] == 5
         process.send_signal(signal.SIGTERM)
         assert process.wait(timeout=60) == -signal.SIGTERM  # uvicorn hands the signal on when all is closed
+
+
+def test_ctrl_c_ends_a_long_answer_at_once(checkpoint: Path) -> None:
+    command = [sys.executable, "-c", "import sys; from glm5.cli.main import main; sys.exit(main())"]
+    command += ["serve", str(checkpoint), "--port", "0", "--pages", "16", "--log-level", "warning"]
+    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as process:
+        assert process.stderr is not None
+        address = next(m[1] for line in process.stderr if (m := re.match(r"listening on (http://\S+)", line)))
+        body = {"prompt": "def hello", "max_tokens": 500, "ignore_eos": True, "stream": True, "temperature": 0}
+        headers = {"Content-Type": "application/json"}
+        asked = urllib.request.Request(address + "/v1/completions", json.dumps(body).encode(), headers)  # noqa: S310
+        with urllib.request.urlopen(asked, timeout=60) as answer:  # noqa: S310
+            assert answer.readline().startswith(b"data:")
+            process.send_signal(signal.SIGINT)
+            rest = answer.read()
+        assert b'"finish_reason":"abort"' in rest.replace(b" ", b"") or b"error" in rest
+        said = process.stderr.read()
+        assert process.wait(timeout=60) in (0, 130, -signal.SIGINT)
+    assert "Traceback" not in said
+
+
+def test_a_port_in_use_is_said_in_a_line(checkpoint: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        assert main(["serve", str(checkpoint), "--port", str(port), "--pages", "16"]) == 2
+    assert f"cannot listen on 127.0.0.1:{port}" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

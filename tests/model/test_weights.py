@@ -434,3 +434,10 @@ def test_a_model_of_more_elements_than_there_are_numbers_is_refused(tmp_path: Pa
     tiny_config(vocab_size=2**31 - 1, hidden_size=2**31 - 1).save(tmp_path)
     with pytest.raises(CheckpointError, match="no such model can be"):
         load_model(tmp_path)
+
+
+def test_a_run_given_for_its_model_is_told_apart(tmp_path: Path) -> None:
+    save_model(tiny_model(0), tmp_path / "run" / "model")
+    (tmp_path / "run" / "config.json").write_text("{}")
+    with pytest.raises(CheckpointError, match=r"run is a run, not a model.*run/model"):
+        load_model(tmp_path / "run")

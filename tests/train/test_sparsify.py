@@ -213,3 +213,12 @@ def test_a_run_goes_on_with_its_own_configuration_and_weights_alone(dense: Path,
     with pytest.raises(ConfigError, match="its weights are not those that this run began with"):
         sparsify(config(dense, run, checkpoint=str(tmp_path / "other")), lambda _: None)
     sparsify(config(dense, run, warmup=dict(log_every=2)), lambda _: None)
+
+
+def test_the_corpus_is_by_default_that_of_the_checkpoints_run(tmp_path: Path) -> None:
+    run = tmp_path / "mine"
+    run.mkdir()
+    (run / "config.json").write_text(json.dumps({"corpus": "some/where", "seq_len": 64}))
+    assert SparsifyConfig(checkpoint=str(run / "model")).corpus == "some/where"
+    assert SparsifyConfig(checkpoint=str(run / "model"), corpus="else/where").corpus == "else/where"
+    assert SparsifyConfig(checkpoint=str(tmp_path / "other" / "model")).corpus == "stdlib"

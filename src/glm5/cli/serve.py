@@ -50,6 +50,8 @@ def main(argv: Sequence[str]) -> int:
     options = parse(ServeOptions, argv, prog="glm5 serve", config_option=False)
     if not options.checkpoint:
         raise UserError("no checkpoint is named", "Give a model's directory: glm5 serve runs/demo/model")
+    if not Path(options.checkpoint).is_dir():
+        raise UserError(f"{options.checkpoint}: no such directory", "Give a model's directory")
     from glm5.model.weights import load_model
     from glm5.serve.engine import Engine
     from glm5.serve.runner import Runner

@@ -52,53 +52,85 @@ class ModelConfig:
     """
 
     vocab_size: int = 154_880
+    """Rows of the embedding: the tokenizer's ids, padded or not."""
     hidden_size: int = 6144
+    """Width of the residual stream."""
     num_hidden_layers: int = 78
+    """Layers of the trunk, without the MTP block."""
     max_position_embeddings: int = 202_752
+    """Tokens that a context may hold."""
 
-    # Attention. "mla" is GLM-5; "gqa" is the report's comparison (Table 1) and needs head_dim as its head width.
     attention: Literal["mla", "gqa"] = "mla"
+    """mla is GLM-5's; gqa is the report's comparison (Table 1), with head_dim as its head width."""
     num_attention_heads: int = 64
+    """Query heads."""
     num_key_value_heads: int = 64
+    """Key heads of gqa; mla has as many as queries."""
     q_lora_rank: int = 2048
+    """Width of the query latent."""
     kv_lora_rank: int = 512
+    """Width of the latent that is cached."""
     qk_nope_head_dim: int = 192
+    """Part of a query or key head that is not rotated."""
     qk_rope_head_dim: int = 64
+    """Part that is rotated; the key's is shared by all heads."""
     v_head_dim: int = 256
+    """Width of a value head."""
     head_dim: int = 64
+    """Width of a head of gqa; of mla, as published, its rotated part."""
     attention_bias: bool = False
+    """Biases on the down and output projections."""
     rope_theta: float = 1_000_000.0
+    """Base of the rotary frequencies."""
 
-    # The lightning indexer of DSA.
     index_topk: int = 2048
+    """Positions that each query attends to in sparse attention."""
     index_n_heads: int = 32
+    """Heads of the lightning indexer."""
     index_head_dim: int = 128
+    """Width of its heads and of its key."""
 
-    # Feed-forward: `first_k_dense_replace` dense layers, then MoE layers, unless `mlp_layer_types` lists them.
     intermediate_size: int = 12_288
+    """Inner width of the dense layers."""
     moe_intermediate_size: int = 2048
+    """Inner width of an expert."""
     n_routed_experts: int = 256
+    """Experts that the router chooses from."""
     n_shared_experts: int = 1
+    """Experts that always run."""
     num_experts_per_tok: int = 8
+    """Experts that a token is sent to."""
     n_group: int = 1
+    """Groups of experts; 1 chooses among all."""
     topk_group: int = 1
+    """Groups that a token's experts may come from."""
     norm_topk_prob: bool = True
+    """Make a token's weights sum to routed_scaling_factor."""
     routed_scaling_factor: float = 2.5
+    """Factor on the routed experts' sum."""
     first_k_dense_replace: int = 3
+    """Layers at the beginning that are dense, the rest being MoE."""
     mlp_layer_types: tuple[str, ...] | None = None
+    """dense or sparse for each layer, in place of first_k_dense_replace."""
 
-    # Multi-token prediction: blocks stored (one), however many depths reuse it.
     num_nextn_predict_layers: int = 1
+    """Multi-token-prediction blocks stored (1 or none), however many depths reuse it."""
 
-    # Norms. The latent norms (q_a, kv_a) use 1e-6 in transformers and 1e-5 in vLLM and SGLang.
     rms_norm_eps: float = 1e-5
+    """Of the RMSNorms."""
     latent_norm_eps: float = 1e-6
+    """Of the latents' norms: 1e-6 in transformers, 1e-5 in vLLM and SGLang."""
 
     tie_word_embeddings: bool = False
+    """The head is the embedding."""
     initializer_range: float = 0.02
+    """Standard deviation of initial matrices."""
     dtype: str = "bfloat16"
+    """Of the weights."""
     eos_token_id: tuple[int, ...] = (154_820, 154_827, 154_829)
+    """Ids that end a text or turn."""
     pad_token_id: int | None = 154_820
+    """Id of padding."""
 
     # Fields of a config.json that this class does not interpret, kept for the round trip.
     extra: Mapping[str, Any] = field(default_factory=dict, repr=False, compare=False, hash=False)

@@ -80,8 +80,8 @@ def generate(
         raise UserError(f"speculate={speculate}", "must be an integer of at least 0, which decodes without drafts")
     if seed is not None and not (_is_int(seed) and -(2**63) <= seed < 2**64):
         raise UserError(f"seed={seed}", "must be an integer of 64 bits")
-    if speculate > 0:
-        _ = model.mtp  # raises if there is none
+    if speculate > 0 and model.config.num_nextn_predict_layers == 0:
+        raise UserError(f"speculate={speculate}: this model has no MTP block to draft with", "Use 0")
     generator = torch.Generator(device=model.device)
     if seed is None:
         generator.seed()

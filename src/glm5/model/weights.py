@@ -121,6 +121,8 @@ def _read_config(path: Path, changes: Mapping[str, Any]) -> ModelConfig:
         raise CheckpointError(f"{path} is a pickle, which can run any code", "Convert it to safetensors first")
     if not path.is_dir():
         raise CheckpointError(f"{path}: no such directory", "Give the directory that holds config.json")
+    if (path / "model" / "config.json").is_file() and not any(path.glob("*.safetensors")):
+        raise CheckpointError(f"{path} is a run, not a model", f"Give its model, {path / 'model'}")
     for name, value in changes.items():
         if name not in {f.name for f in fields(ModelConfig)}:
             raise ConfigError(name, value, "is no field of the configuration")
@@ -239,7 +241,8 @@ def _fit(path: Path, model: GLM5, stored: Mapping[str, _Stored], problems: list[
     mend = "Check that config.json and the files belong together and that all files are of one version"
     mtp = f"model.layers.{model.config.num_hidden_layers}."
     if model.config.num_nextn_predict_layers and not any(name.startswith(mtp) for name in stored):
-        mend = f"It has no MTP block ({mtp}*): to load it without, pass num_nextn_predict_layers=0"
+        mend = f"It has no MTP block ({mtp}*): to load it without, pass num_nextn_predict_layers=0 in Python, or "
+        mend += "write it anew with glm5 convert --drop-mtp"
     what = f"{path} does not fit its configuration, {len(problems)} problem(s)"
     raise CheckpointError("\n  ".join([what + ":", *problems]), mend)
 

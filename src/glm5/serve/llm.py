@@ -137,7 +137,10 @@ class LLM:
     def _ids(self, prompt: str | Sequence[int]) -> list[int]:
         if isinstance(prompt, str):
             return [*self.tokenizer.prefix_ids, *self.tokenizer.encode(prompt)]
-        return list(prompt)
+        try:
+            return list(prompt)
+        except TypeError:
+            raise UserError(f"prompts: {prompt!r} is no prompt", "Give texts, or sequences of ids") from None
 
     def _deltas(self, rids: set[str]) -> Iterator[Delta]:
         while self.engine.has_work:

@@ -99,9 +99,7 @@ def join(group: WeightGroup) -> dist.ProcessGroup:
 
     address = f"tcp://{group.master_address}:{group.master_port}"
     try:
-        store, rank, size = next(
-            c10d.rendezvous(address, group.rank_offset, group.world_size, timeout=JOIN_TIMEOUT)
-        )
+        store, rank, size = next(c10d.rendezvous(address, group.rank_offset, group.world_size, timeout=JOIN_TIMEOUT))
         store.set_timeout(JOIN_TIMEOUT)
         made, _ = c10d._new_process_group_helper(
             size,

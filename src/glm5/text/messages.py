@@ -112,7 +112,7 @@ def _message(raw: object, where: str) -> Message:
     item = _mapping(raw, where)
     role = item.get("role")
     if not isinstance(role, str) or role not in ROLES:
-        raise DataError(f"{where}.role: {_shown(role)}", f"must be one of {', '.join(ROLES)}")
+        raise DataError(f"{where}.role: {_shown(role)} is no role", f"Use one of {', '.join(ROLES)}")
     content = _content(item.get("content"), f"{where}.content")
     calls = item.get("tool_calls") or ()
     if not isinstance(calls, list | tuple):

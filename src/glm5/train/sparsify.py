@@ -22,7 +22,7 @@ from glm5.text.tokenizer import load_tokenizer
 from glm5.train.config import TrainConfig
 from glm5.train.evaluate import held_out, indexer_recall
 from glm5.train.loop import MAY_DIFFER, Trainer
-from glm5.train.prepare import Prepared, Say, TextConfig, prepare
+from glm5.train.prepare import STDLIB, Prepared, Say, TextConfig, prepare
 from glm5.train.rows import check_stage
 from glm5.train.schedule import LearningRate
 from glm5.utils.devices import resolve_device
@@ -38,6 +38,9 @@ ALSO_MAY_DIFFER = {"run", "corpus", "checkpoint", "held_out_rows", "recall_rows"
 class SparsifyConfig(TextConfig):
     """Adapt a dense model to sparse attention."""
 
+    corpus: str = ""
+    """A directory of text files, a .jsonl file, one text file, or stdlib; by default what the checkpoint's own run was
+    trained on, else stdlib."""
     checkpoint: str = ""
     """The dense model: a directory in the public layout, with its tokenizer."""
     run: str = "runs/sparsify"
@@ -58,6 +61,8 @@ class SparsifyConfig(TextConfig):
     )
 
     def __post_init__(self) -> None:
+        if not self.corpus:
+            object.__setattr__(self, "corpus", _corpus_of(self.checkpoint))
         super().__post_init__()
         for name, stage in (("warmup", "warmup"), ("adapt", "sparse")):
             given = getattr(self, name).stage
@@ -122,6 +127,14 @@ def sparsify(config: SparsifyConfig, say: Say = print) -> Sparsified:
         figures.measure(model, "sparse, adapted", sparse=True, recall="after adaptation")
         figures.measure(model, "dense attention, adapted weights", sparse=False)
     return Sparsified(run, run / "model", figures.bits_per_byte, figures.recall, figures.result)
+
+
+def _corpus_of(checkpoint: str) -> str:
+    """What `glm5 pretrain` says beside a model that it made: the corpus of its run."""
+    file = Path(checkpoint).parent / "config.json"
+    said = read_json(file) if checkpoint and file.is_file() else None
+    corpus = said.get("corpus") if isinstance(said, dict) else None
+    return corpus if isinstance(corpus, str) and corpus else STDLIB
 
 
 def _train(stage: TrainConfig, model: GLM5, data: Prepared, directory: Path, title: str) -> Trainer:

@@ -1,8 +1,8 @@
 """The application: every route, behind one guard; and how it is served and shut down.
 
 `create_app` makes the ASGI application of a backend. `serve` runs it with uvicorn: on SIGTERM it accepts nothing new
-(503, so that a balancer looks elsewhere), lets what runs end for `drain_s` seconds, then ends the rest. Read next:
-`server`, then `chat` or `native`.
+(503, so that a balancer looks elsewhere), lets what runs end for `drain_s` seconds, then ends the rest; on Ctrl-C all
+at once. Read next: `server`, then `chat` or `native`.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import signal
+import socket
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from importlib.resources import files
@@ -26,6 +27,7 @@ from glm5.serve.client import Backend
 from glm5.serve.http import anthropic, chat, completions, control, errors, native, responses, tokens
 from glm5.serve.http.guard import Guard
 from glm5.serve.http.server import HttpOptions, Server
+from glm5.utils.errors import UserError
 
 log = logging.getLogger(__name__)
 
@@ -124,18 +126,19 @@ class _Uvicorn(uvicorn.Server):
         self._draining: asyncio.Task[None] | None = None
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
-        if self._draining is None and sig == signal.SIGTERM and self.started:
+        if self._draining is None and self.started:
             self._state.draining = True
             self._captured_signals.append(sig)
-            self._draining = asyncio.get_running_loop().create_task(self._drain())
+            wait_s = self._state.options.drain_s if sig == signal.SIGTERM else 0.0  # Ctrl-C is in a hurry
+            self._draining = asyncio.get_running_loop().create_task(self._drain(wait_s))
         else:
             super().handle_exit(sig, frame)
 
-    async def _drain(self) -> None:
-        """Wait for what runs, at most `drain_s`; then end it, and let uvicorn exit."""
+    async def _drain(self, wait_s: float) -> None:
+        """Wait so long for what runs; then end it, and let uvicorn exit."""
         state, loop = self._state, asyncio.get_running_loop()
         log.info("draining: %d requests are under way", len(state.live))
-        deadline = loop.time() + state.options.drain_s
+        deadline = loop.time() + wait_s
         while state.live and loop.time() < deadline:
             await asyncio.sleep(0.02)
         if state.live:
@@ -149,6 +152,9 @@ def serve(app: FastAPI, ready: Callable[[str, int], None] | None = None, log_lev
 
     Args:
         ready: called with the address and port when requests are accepted.
+
+    Raises:
+        UserError: the address cannot be listened on.
     """
     state: Server = app.state.server
     options = state.options
@@ -163,13 +169,23 @@ def serve(app: FastAPI, ready: Callable[[str, int], None] | None = None, log_lev
     )
     server = _Uvicorn(config, state)
 
+    try:
+        listening = socket.create_server((options.host, options.port), family=_family(options.host), backlog=2048)
+    except OSError as error:
+        what = f"cannot listen on {options.host}:{options.port}: {error.strerror or error}"
+        raise UserError(what, "Choose another port (0 takes a free one) or address") from None
+
     async def main() -> None:
-        task = asyncio.ensure_future(server.serve())
+        task = asyncio.ensure_future(server.serve([listening]))
         while not server.started and not task.done():
             await asyncio.sleep(0.01)
         if server.started and ready is not None:
-            host, port = server.servers[0].sockets[0].getsockname()[:2]
+            host, port = listening.getsockname()[:2]
             ready(host, port)
         await task
 
     asyncio.run(main())
+
+
+def _family(host: str) -> socket.AddressFamily:
+    return socket.AF_INET6 if ":" in host else socket.AF_INET
