@@ -26,7 +26,7 @@ from glm5.kernels.visibility import Visibility
 log = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Fast:
     """A fast version.
 
@@ -202,6 +202,10 @@ OPERATORS: dict[str, tuple[Fast, ...]] = {
 }
 
 
+# Looked up some forty times a decode step.
+_ON_CPU = {operator: next((f for f in versions if f.on_cpu), None) for operator, versions in OPERATORS.items()}
+
+
 @cache
 def _tell_once(operator: str, why: str) -> None:
     log.warning("%s runs as plain PyTorch: %s", operator, why)
@@ -217,22 +221,27 @@ def pick(operator: str, *tensors: Tensor) -> Callable[..., Any] | None:
 
     On a CUDA device a refusal is logged once with its reason; on a CPU, that there is no compiler.
     """
-    on_cpu = tensors[0].is_cpu
-    if not (on_cpu or tensors[0].is_cuda) or os.environ.get("GLM5_KERNELS") == "torch":
+    if tensors[0].is_cpu:
+        fast = _ON_CPU[operator]
+        if fast is None or fast.refuses(*tensors) is not None or os.environ.get("GLM5_KERNELS") == "torch":
+            return None
+        ok, why = fast.available()
+        if ok:
+            return _loaded(fast)
+        _tell_once(operator, f"{fast.name}: {why}")
+        return None
+    if not tensors[0].is_cuda or os.environ.get("GLM5_KERNELS") == "torch":
         return None
     reasons = []
     for fast in OPERATORS[operator]:
-        if fast.on_cpu != on_cpu:
+        if fast.on_cpu:
             continue
-        refusal = fast.refuses(*tensors)
-        if refusal is not None and on_cpu:
-            return None
         ok, why = fast.available()
-        if ok and refusal is None:
+        refusal = why if not ok else fast.refuses(*tensors)
+        if refusal is None:
             return _loaded(fast)
-        reasons.append(f"{fast.name}: {refusal if ok else why}")
-    if reasons or not on_cpu:
-        _tell_once(operator, "; ".join(reasons) or "there is no fast version yet")
+        reasons.append(f"{fast.name}: {refusal}")
+    _tell_once(operator, "; ".join(reasons) or "there is no fast version yet")
     return None
 
 
