@@ -35,7 +35,7 @@ def dense_attention(q_BTHX: Tensor, k_BSGX: Tensor, v_BSGV: Tensor, visible: Vis
     """
     if visible.offset == 0 and visible.slots == q_BTHX.shape[1] > 1:
         return _fused_causal(q_BTHX, k_BSGX[:, : visible.slots], v_BSGV[:, : visible.slots], scale)
-    return _tiled(q_BTHX, k_BSGX, v_BSGV, visible, None, scale)
+    return _Attention.apply(q_BTHX, k_BSGX, v_BSGV, visible, None, scale)
 
 
 def sparse_attention(
@@ -63,7 +63,7 @@ def sparse_attention(
         return _gathered(flat, k_BSGX[:, :, 0], v_BSGV[:, :, 0], selected_BTK, rows, scale).view(*q_BTHX.shape[:3], -1)
     if k_BSGX.shape[2] == 1 and not (torch.is_grad_enabled() and (q_BTHX.requires_grad or k_BSGX.requires_grad)):
         return _gathered(q_BTHX, k_BSGX[:, :, 0], v_BSGV[:, :, 0], selected_BTK, visible, scale)
-    return _tiled(q_BTHX, k_BSGX, v_BSGV, visible, selected_BTK, scale)
+    return _Attention.apply(q_BTHX, k_BSGX, v_BSGV, visible, selected_BTK, scale)
 
 
 def _fused_causal(q_BTHX: Tensor, k_BSGX: Tensor, v_BSGV: Tensor, scale: float) -> Tensor:
@@ -159,11 +159,6 @@ def attention_logit_max(
         logits = tile_logits(q_BTHX[:, start:stop], k_BSGX[:, : seen.slots], mask, scale)
         largest_H = torch.maximum(largest_H, logits.amax((0, 2, 3)))
     return largest_H
-
-
-def _tiled(q: Tensor, k: Tensor, v: Tensor, visible: Visibility, selected: Tensor | None, scale: float) -> Tensor:
-    """Under torch.autocast some inputs come in fp32 and some in bf16; the tiles want one dtype."""
-    return _Attention.apply(q, k.to(q.dtype), v.to(q.dtype), visible, selected, scale)
 
 
 class _Attention(torch.autograd.Function):
