@@ -261,8 +261,8 @@ def test_loader_loses_or_invents_tensors(tmp_path: Path) -> None:
         yield from original(model)
         yield "model.layers.3.embed_tokens.weight", model.model.embed_tokens.weight.clone()
 
-    catches(round_trip, *(wrapped(weights, "_disk_tensors", f) for f in (without_mtp, with_shared)))
-    with wrapped(weights, "_disk_tensors", with_shared)():
+    catches(round_trip, *(wrapped(weights, "disk_tensors", f) for f in (without_mtp, with_shared)))
+    with wrapped(weights, "disk_tensors", with_shared)():
         weights.save_model(weights.load_model(tmp_path / "public"), tmp_path / "ours", overwrite=True)
     with pytest.raises(CheckpointError, match=r"extra: model\.layers\.3\.embed_tokens\.weight"):
         weights.load_model(tmp_path / "ours")
