@@ -93,9 +93,16 @@ def _plain_fp32(*tensors: Tensor) -> str | None:
 QUERY_UP_TO, TOKENS_UP_TO = 8192, 64
 
 
+def _is_absorbed(k_BSGX: Tensor, v_BSGV: Tensor) -> bool:
+    return k_BSGX.shape[2] == 1 and v_BSGV.data_ptr() == k_BSGX.data_ptr()
+
+
+NOT_ABSORBED = "takes the absorbed form, whose values are the keys' first columns"
+
+
 def _cpu_attention(q_BTHX: Tensor, k_BSGX: Tensor, v_BSGV: Tensor) -> str | None:
-    if k_BSGX.shape[2] != 1 or v_BSGV.data_ptr() != k_BSGX.data_ptr():
-        return "takes the absorbed form, whose values are the keys' first columns"
+    if not _is_absorbed(k_BSGX, v_BSGV):
+        return NOT_ABSORBED
     if q_BTHX.shape[2] * q_BTHX.shape[3] > QUERY_UP_TO:
         return f"written for queries of up to {QUERY_UP_TO} elements"
     return _plain_fp32(q_BTHX, k_BSGX)
@@ -126,8 +133,8 @@ def _plain_bf16(*tensors: Tensor) -> str | None:
 
 
 def _sparse_mla(q_BTHX: Tensor, k_BSGX: Tensor, v_BSGV: Tensor) -> str | None:
-    if k_BSGX.shape[2] != 1 or v_BSGV.data_ptr() != k_BSGX.data_ptr():
-        return "takes the absorbed form, whose values are the keys' first columns"
+    if not _is_absorbed(k_BSGX, v_BSGV):
+        return NOT_ABSORBED
     if (q_BTHX.shape[-1], v_BSGV.shape[-1]) != (576, 512) or q_BTHX.shape[2] > 64:
         return f"takes up to 64 heads of 576/512, not {q_BTHX.shape[2]} of {q_BTHX.shape[-1]}/{v_BSGV.shape[-1]}"
     return _plain_bf16(q_BTHX, k_BSGX)

@@ -28,7 +28,7 @@ from glm5.serve.config import EngineConfig
 from glm5.serve.pages import PAGE_SIZE, PagePool
 from glm5.serve.prefix import PrefixTree
 from glm5.serve.request import Delta, Request, TokenInfo, check
-from glm5.serve.sampler import Chosen, Sampler, SamplerState
+from glm5.serve.sampler import ROWS_AT_ONCE, Chosen, Sampler, SamplerState
 from glm5.serve.scheduler import Item, Outcome, Plan, Scheduler, Sequence
 from glm5.serve.speculate import Drafter
 from glm5.serve.weights import WeightSource
@@ -168,15 +168,14 @@ class Engine:
         if item.start == 0:  # also when it begins again, having been preempted
             info[:] = [None]  # nothing comes before the first id
         next_ids = sequence.ids[item.start + 1 : item.start + item.count + 1]
-        for at in range(0, len(next_ids), 128):  # logits of a whole chunk would be the largest tensor of all
-            part = next_ids[at : at + 128]
+        for at in range(0, len(next_ids), ROWS_AT_ONCE):  # logits of a whole chunk would be the largest tensor of all
+            part = next_ids[at : at + ROWS_AT_ONCE]
             info += self._sampler.prompt_info(self.model.lm_head(hidden_TD[at : at + len(part)]), part, top)
 
     def _commit(self, plan: Plan, drafts: list[list[int]], chosen: dict[Sequence, Chosen]) -> list[Delta]:
-        info = {item.sequence: self._answers[item.sequence].prompt_info for item in plan.items}
+        prompt_info = {a: self._answers[i.sequence].prompt_info for i in plan.items for a in i.answers}
         took = self.scheduler.commit(plan, {a: Outcome(c.ids, c.finish) for a, c in chosen.items()})
         tried = {a: len(d) for item, d in zip(plan.items, drafts, strict=True) for a in item.answers}
-        whose = {a: item.sequence for item in plan.items for a in item.answers}
         deltas = []
         for answer in took:
             got = chosen[answer]
@@ -188,7 +187,7 @@ class Engine:
                     answer.index,
                     got.ids,
                     info=got.info,
-                    prompt_info=tuple(info[whose[answer]]) if answer.generated == len(got.ids) else (),
+                    prompt_info=tuple(prompt_info[answer]) if answer.generated == len(got.ids) else (),
                     finish=got.finish,
                     trim=got.trim,
                     prompt_tokens=answer.prompt_tokens,

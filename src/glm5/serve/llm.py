@@ -14,6 +14,7 @@ from glm5.serve.config import EngineConfig
 from glm5.serve.engine import Engine
 from glm5.serve.request import Delta, Finish, Request, SamplingParams, TokenInfo
 from glm5.text.tokenizer import Tokenizer, load_tokenizer
+from glm5.utils.devices import resolve_device
 from glm5.utils.errors import UserError
 from glm5.utils.progress import Progress
 
@@ -75,15 +76,13 @@ class LLM:
         dtype: torch.dtype | str | None = None,
         **settings: object,
     ) -> None:
-        if device == "auto":
-            device = "cuda" if torch.cuda.is_available() else "cpu"
         unknown = settings.keys() - EngineConfig.__dataclass_fields__.keys()
         if unknown:
             raise UserError(
                 f"{sorted(unknown)[0]}: no such setting", f"known: {', '.join(EngineConfig.__annotations__)}"
             )
         self.tokenizer: Tokenizer = load_tokenizer(path)
-        model = load_model(path, device=device, dtype=dtype)
+        model = load_model(path, device=resolve_device(device), dtype=dtype)
         self.engine = Engine(model, replace(EngineConfig(), **settings), self.tokenizer)  # type: ignore[arg-type]
 
     def generate(
