@@ -1,0 +1,92 @@
+"""Several processes on gloo, for tests of `glm5.parallel`.
+
+    results = run_ranks(4, "dp=2,tp=2", check, argument)
+
+calls `check(world, argument)` on every rank and returns what they return, in rank order. An exception on any rank is
+raised here with its traceback, and nothing outlives its time-out. Processes are forked from a clean server that has
+imported torch already, so that a launch costs about a second; still, one launch should carry many checks.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import tempfile
+import time
+import traceback
+from collections.abc import Callable
+from multiprocessing.connection import wait
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from glm5.parallel.mesh import Mesh, open_world
+
+_CONTEXT = multiprocessing.get_context("forkserver")
+_CONTEXT.set_forkserver_preload(["torch", "torch.distributed.fsdp", "glm5.train.loop", "glm5.parallel.mesh"])
+
+
+def run_ranks(ranks: int, mesh: str | Mesh, check: Callable[..., Any], *args: Any, timeout: float = 120) -> list[Any]:
+    """`check(world, *args)` on so many ranks, results in rank order; `check` is a function of a module.
+
+    Raises:
+        AssertionError: a rank raised, died, or did not end in time; the message has its traceback.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        pipes, processes = [], []
+        for rank in range(ranks):
+            here, there = _CONTEXT.Pipe(duplex=False)
+            process = _CONTEXT.Process(
+                target=_child, args=(there, rank, ranks, str(Path(folder) / "store"), mesh, check, args, timeout)
+            )
+            process.start()
+            there.close()
+            pipes.append(here)
+            processes.append(process)
+        try:
+            return _collect(pipes, timeout)
+        finally:
+            for process in processes:
+                process.join(5)
+                if process.is_alive():
+                    process.kill()
+                    process.join()
+
+
+def _collect(pipes: list[Any], timeout: float) -> list[Any]:
+    found: dict[int, Any] = {}
+    end = time.monotonic() + timeout
+    while len(found) < len(pipes):
+        left = {pipe: rank for rank, pipe in enumerate(pipes) if rank not in found}
+        ready = wait(list(left), max(0.0, end - time.monotonic()))
+        if not ready:
+            raise AssertionError(f"ranks {sorted(left.values())} did not end in {timeout} s")
+        for pipe in ready:
+            rank = left[pipe]
+            try:
+                ok, value = pipe.recv()
+            except EOFError:
+                raise AssertionError(f"rank {rank} died") from None
+            if not ok:
+                raise AssertionError(f"rank {rank}:\n{value}")
+            found[rank] = value
+    return [found[rank] for rank in range(len(pipes))]
+
+
+def _child(
+    pipe: Any, rank: int, ranks: int, store: str, mesh: str | Mesh, check: Callable[..., Any], args: Any, timeout: float
+) -> None:
+    from datetime import timedelta
+
+    import torch.distributed as dist
+
+    torch.set_num_threads(1)
+    try:
+        dist.init_process_group(
+            "gloo", init_method=f"file://{store}", rank=rank, world_size=ranks, timeout=timedelta(seconds=timeout)
+        )
+        with open_world(Mesh.parse(mesh) if isinstance(mesh, str) else mesh, "cpu") as world:
+            pipe.send((True, check(world, *args)))
+        dist.destroy_process_group()
+    except BaseException:
+        pipe.send((False, traceback.format_exc()))
