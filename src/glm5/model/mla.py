@@ -144,14 +144,29 @@ class MLA(nn.Module):
             out = dense_attention(q_full, keys, values, visible, self.scale)
         else:
             out = sparse_attention(q_full, keys, values, selected, visible, self.scale)
-        if aux is not None and aux.logits:
-            aux.logit_maxima.append(attention_logit_max(q_full, keys, visible, selected, self.scale))
-        if aux is not None and aux.indexer:
-            assert index_q is not None
-            aux.indexer_losses.append(
-                indexer_loss(*index_q, part.index_keys, q_full, keys, visible, selected, self.scale, self.indexer.topk)
-            )
+        if aux is not None and measured:
+            self._observe(aux, part, index_q, q_full, keys, selected)
         return out
+
+    def _observe(
+        self,
+        aux: Aux,
+        part: Part,
+        index_q: tuple[Tensor, Tensor] | None,
+        q_BTHX: Tensor,
+        keys_BSHX: Tensor,
+        selected: Tensor | None,
+    ) -> None:
+        """Fill in what `aux` asks of one call's attention: logit maxima, the indexer's loss."""
+        visible = part.visible
+        if aux.logits:
+            aux.logit_maxima.append(attention_logit_max(q_BTHX, keys_BSHX, visible, selected, self.scale))
+        if aux.indexer:
+            assert index_q is not None
+            topk = self.indexer.topk
+            aux.indexer_losses.append(
+                indexer_loss(*index_q, part.index_keys, q_BTHX, keys_BSHX, visible, selected, self.scale, topk)
+            )
 
     def _prepared(
         self, x_BTD: Tensor, rope: Tensor, fast: Callable[..., Any]

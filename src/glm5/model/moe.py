@@ -61,6 +61,10 @@ class Experts(nn.Module):
         self.gate_up_proj = nn.Parameter(torch.empty(experts, 2 * inner, width))
         self.down_proj = nn.Parameter(torch.empty(experts, width, inner))
 
+    def forward(self, x_ND: Tensor, expert_NM: Tensor, weight_NM: Tensor) -> Tensor:
+        """Each token's weighted sum over its experts, [N, D]."""
+        return grouped_swiglu(x_ND, self.gate_up_proj, self.down_proj, expert_NM, weight_NM)
+
 
 class MoE(nn.Module):
     """Routed experts plus the shared expert."""
@@ -84,6 +88,6 @@ class MoE(nn.Module):
             aux.loads.append(expert_loads(expert_BTM, score.shape[-1], valid))
             if aux.balance:
                 aux.balance_losses.append(sequence_balance_loss(score_BTE, expert_BTM, valid))
-        y = grouped_swiglu(x_ND, self.experts.gate_up_proj, self.experts.down_proj, expert, weight)
+        y = self.experts(x_ND, expert, weight)
         y = y.view_as(x_BTD)
         return y if self.shared_experts is None else y + self.shared_experts(x_BTD)
