@@ -135,6 +135,14 @@ def by_kernel(call: Callable[[], Any], top: int = 45) -> list[dict[str, Any]]:
     return sorted(rows, key=lambda row: -row["us"])[:top]
 
 
+def profile(model: GLM5, name: str, make: Callable[[GLM5], Callable[[], Any]]) -> list[dict[str, Any]]:
+    kernels = by_kernel(make(model))
+    print(f"\n{name}, by kernel: {sum(k['us'] for k in kernels):.0f} us")
+    for k in kernels:
+        print(f"{k['us']:>10.1f} us {k['calls']:>5} x  {k['kernel']}")
+    return [{"part": f"profile of {name}", "batch": 0, "context": 0, "kernels": kernels}]
+
+
 def random_pages(model: GLM5, batch: int, context: int) -> tuple[PagedCache, list[list[int]]]:
     """A cache whose pages hold random numbers, and a shuffled page table per sequence with room for 64 more."""
     each = context // PAGE + 1
@@ -288,6 +296,8 @@ def show(row: dict[str, Any]) -> None:
     if "failed" in row:
         print(f"{text}  failed: {row['failed']}", flush=True)
         return
+    if "ms" not in row:
+        return
     text += f"{row['ms']:>11.3f}"
     text += f"{row['floor_ms']:>11.3f}{row['floor_ms'] / row['ms']:>8.0%}" if "floor_ms" in row else " " * 19
     text += f"{row['peak_gib']:>9.1f}" if "peak_gib" in row else ""
@@ -340,17 +350,12 @@ def main() -> None:
         if "chunks" in parts:
             add(chunks, a.long, a.chunk)
         if "profile" in parts:
-            for name, make in (
+            for name, call in (
                 ("decode 1 x 8192", lambda m: decode_call(m, 1, 8192)),
                 ("decode 64 x 8192", lambda m: decode_call(m, 64, 8192)),
                 (f"prefill {a.prefill}", lambda m: prefill_call(m, a.prefill)),
             ):
-                print(f"\n{name}, by kernel")
-                kernels = by_kernel(make(model))
-                for k in kernels:
-                    print(f"{k['us']:>10.1f} us {k['calls']:>5} x  {k['kernel']}")
-                rows.append({"part": f"profile of {name}", "kernels": kernels})
-                torch.cuda.empty_cache()
+                add(profile, name, call)
         if "peer" in parts:
             add(peer_rows, 8192, a.prefill)
     if a.json:

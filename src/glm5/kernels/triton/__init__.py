@@ -1,7 +1,7 @@
 """Fast operators written in Triton, one module each; importing this package does not import triton.
 
 `available()` says whether they can run. The operators: `sparse_mla`, `index_scores`, `index_select`,
-`grouped_swiglu`. They run on any device that Triton compiles for and, with TRITON_INTERPRET=1, on the CPU.
+`grouped_swiglu`, `rms_norm`, `swiglu`, `prepare`, `route`, `by_head`. They run on any device that Triton compiles for and, with TRITON_INTERPRET=1, on the CPU.
 `glm5.kernels.cuda` has faster versions of some for Hopper. `docs/kernels.md` has ideas and measurements.
 Read next: `sparse_mla`.
 """
@@ -20,6 +20,11 @@ _HOME = {
     "index_scores": "glm5.kernels.triton.index_scores",
     "index_select": "glm5.kernels.triton.index_scores",
     "grouped_swiglu": "glm5.kernels.triton.moe",
+    "rms_norm": "glm5.kernels.triton.basic",
+    "swiglu": "glm5.kernels.triton.basic",
+    "prepare": "glm5.kernels.triton.prepare",
+    "route": "glm5.kernels.triton.route",
+    "by_head": "glm5.kernels.triton.absorbed",
 }
 __all__ = ["available", *_HOME]
 
@@ -41,6 +46,7 @@ def available() -> tuple[bool, str]:
 def __getattr__(name: str) -> Any:
     if name not in _HOME:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    value = getattr(importlib.import_module(_HOME[name]), name)
-    globals()[name] = value
-    return value
+    home = importlib.import_module(_HOME[name])
+    # All of a module's operators at once: importing it has put the module itself where one of them may have its name.
+    globals().update({other: getattr(home, other) for other, where in _HOME.items() if where == _HOME[name]})
+    return globals()[name]

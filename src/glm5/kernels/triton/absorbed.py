@@ -1,0 +1,81 @@
+"""Each head's own matrix in Triton, for a few tokens: W_UK before absorbed attention and W_UV behind it.
+
+A product per head of a few rows is bound by the bytes of the matrix; programs divide its columns, so that all
+multiprocessors read. The result goes where the next operator wants it: beside the rotated part of a query, or as rows
+of the output projection. Many tokens are cuBLAS's. Read next: `glm5.model.mla`, the specification.
+"""
+
+# mypy: disallow-untyped-defs=false, disallow-incomplete-defs=false
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+FEW = 64  # tokens up to which the Triton kernel runs
+
+
+@triton.jit
+def _by_head(
+    x_ptr, w_ptr, out_ptr, rope_ptr, tokens,
+    x_stride, x_head, w_head, w_in, w_out, out_stride, out_head, rope_stride, rope_head,
+    X: tl.constexpr, Y: tl.constexpr, R: tl.constexpr,
+    BLOCK_T: tl.constexpr, BLOCK_X: tl.constexpr, BLOCK_Y: tl.constexpr,
+):  # fmt: skip
+    """out[t, h, :Y] = x[t, h] W[h]; out[t, h, Y : Y + R] = rope[t, h], by the program past the last columns."""
+    head = tl.program_id(0).to(tl.int64)
+    block = tl.program_id(1)
+    token_T = tl.program_id(2) * BLOCK_T + tl.arange(0, BLOCK_T)
+    real_T = (token_T < tokens)[:, None]
+    row_T = token_T.to(tl.int64)[:, None]
+    if block * BLOCK_Y >= Y:
+        col_R = tl.arange(0, R)[None, :]
+        value = tl.load(rope_ptr + row_T * rope_stride + head * rope_head + col_R, mask=real_T, other=0.0)
+        tl.store(out_ptr + row_T * out_stride + head * out_head + Y + col_R, value, mask=real_T)
+    else:
+        col_Y = block * BLOCK_Y + tl.arange(0, BLOCK_Y)[None, :]
+        acc_TY = tl.zeros([BLOCK_T, BLOCK_Y], tl.float32)
+        for start in range(0, X, BLOCK_X):
+            col_X = start + tl.arange(0, BLOCK_X)
+            x_TX = tl.load(x_ptr + row_T * x_stride + head * x_head + col_X[None, :], mask=real_T, other=0.0)
+            w_XY = tl.load(w_ptr + head * w_head + col_X[:, None] * w_in + col_Y * w_out)
+            acc_TY = tl.dot(x_TX, w_XY, acc=acc_TY)
+        tl.store(
+            out_ptr + row_T * out_stride + head * out_head + col_Y, acc_TY.to(out_ptr.dtype.element_ty), mask=real_T
+        )
+
+
+def by_head(x_NHX: Tensor, weight_HXY: Tensor, rope_NHR: Tensor | None = None) -> Tensor:
+    """Every head's rows times its own matrix: [N, H, Y], and `rope_NHR` behind, [N, H, Y + R].
+
+    Args:
+        x_NHX, rope_NHR: contiguous columns, any other strides. weight_HXY: any strides.
+
+    Raises:
+        ValueError: widths that the kernel does not tile: X a multiple of 64, Y of 128, R a power of two.
+    """
+    (tokens, heads, width), columns = x_NHX.shape, weight_HXY.shape[2]
+    rotary = 0 if rope_NHR is None else rope_NHR.shape[-1]
+    out = x_NHX.new_empty(tokens, heads, columns + rotary)
+    if tokens == 0:
+        return out
+    if tokens > FEW:
+        torch.bmm(x_NHX.transpose(0, 1), weight_HXY, out=out[..., :columns].transpose(0, 1))
+        if rope_NHR is not None:
+            out[..., columns:] = rope_NHR
+        return out
+    block_x, block_y = 64, 128
+    if width % block_x or columns % block_y or rotary & (rotary - 1):
+        raise ValueError(f"by_head takes widths that are multiples of 64 and 128, not {width} and {columns} + {rotary}")
+    block_t = max(16, min(64, triton.next_power_of_2(tokens)))
+    rope = x_NHX if rope_NHR is None else rope_NHR
+    _by_head[(heads, columns // block_y + (rotary > 0), triton.cdiv(tokens, block_t))](
+        x_NHX, weight_HXY, out, rope, tokens,
+        x_NHX.stride(0), x_NHX.stride(1), *weight_HXY.stride(), out.stride(0), out.stride(1),
+        rope.stride(0), rope.stride(1),
+        X=width, Y=columns, R=max(rotary, 1), BLOCK_T=block_t, BLOCK_X=block_x, BLOCK_Y=block_y,
+        num_warps=4, num_stages=3,
+    )  # fmt: skip
+    return out

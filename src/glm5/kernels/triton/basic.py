@@ -1,0 +1,62 @@
+"""RMSNorm and SwiGLU in Triton: one launch each, for decode and prefill.
+
+A program takes a row and computes it in fp32; it rounds where the specification does. Read next: `prepare`;
+`glm5.kernels.basic` for the specification.
+"""
+
+# mypy: disallow-untyped-defs=false, disallow-incomplete-defs=false
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+
+@triton.jit
+def _rms_norm(x_ptr, gain_ptr, out_ptr, x_stride, eps, D: tl.constexpr, BLOCK: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64)
+    col = tl.arange(0, BLOCK)
+    real = col < D
+    x = tl.load(x_ptr + row * x_stride + col, mask=real, other=0.0).to(tl.float32)
+    inverse = 1.0 / tl.sqrt(tl.sum(x * x, 0) / D + eps)
+    kind = out_ptr.dtype.element_ty
+    gain = tl.load(gain_ptr + col, mask=real, other=0.0)
+    tl.store(out_ptr + row * D + col, (x * inverse).to(kind) * gain.to(kind), mask=real)
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """As `glm5.kernels.basic.rms_norm`, for rows of contiguous columns that lie at one stride."""
+    width = x.shape[-1]
+    rows = x.view(-1, width) if x.is_contiguous() else x.flatten(0, -2)
+    out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    if rows.shape[0]:
+        block = triton.next_power_of_2(width)
+        warps = min(8, max(1, block // 512))
+        _rms_norm[(rows.shape[0],)](rows, weight, out, rows.stride(0), eps, D=width, BLOCK=block, num_warps=warps)
+    return out
+
+
+@triton.jit
+def _swiglu(gate_ptr, up_ptr, out_ptr, gate_stride, up_stride, F, BLOCK: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64)
+    col = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    real = col < F
+    kind = out_ptr.dtype.element_ty
+    gate = tl.load(gate_ptr + row * gate_stride + col, mask=real, other=0.0).to(tl.float32)
+    up = tl.load(up_ptr + row * up_stride + col, mask=real, other=0.0)
+    act = gate / (1.0 + tl.exp(-gate))
+    tl.store(out_ptr + row * F + col, act.to(kind) * up, mask=real)
+
+
+def swiglu(gate: Tensor, up: Tensor) -> Tensor:
+    """As `glm5.kernels.basic.swiglu`, for rows of contiguous columns that lie at one stride: contiguous."""
+    inner = gate.shape[-1]
+    gates, ups = gate.flatten(0, -2), up.flatten(0, -2)
+    out = torch.empty(gate.shape, dtype=gate.dtype, device=gate.device)
+    if gates.shape[0]:
+        block = min(2048, triton.next_power_of_2(inner))
+        grid = (gates.shape[0], triton.cdiv(inner, block))
+        _swiglu[grid](gates, ups, out, gates.stride(0), ups.stride(0), inner, BLOCK=block, num_warps=4)
+    return out

@@ -1,0 +1,142 @@
+"""Between an attention layer's joined products and attention, in one launch.
+
+For every token: RMSNorm of the latent and RoPE of the shared key, which together are its cache row; LayerNorm and RoPE
+of the index key; RoPE of all queries and index queries, in place; and the index heads' weights with both scales. One
+program per token does the rows that are cached, others a block of heads each. Source: report section 5 (MLAPO). Read
+next: `absorbed`; `glm5.model.mla` and `glm5.model.indexer` for the specification.
+"""
+
+# mypy: disallow-untyped-defs=false, disallow-incomplete-defs=false
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+HEADS_EACH = 16
+
+
+@triton.jit
+def _turn_heads(
+    x_ptr, rope_ptr, heads, first, WIDTH: tl.constexpr, OFFSET: tl.constexpr, HALF: tl.constexpr, G: tl.constexpr
+):
+    """Rotate columns [OFFSET, OFFSET + 2 HALF) of heads first … first + G - 1, in place."""
+    head_G = first + tl.arange(0, G)
+    pair = tl.arange(0, HALF)
+    real = (head_G < heads)[:, None] & (pair < HALF)[None, :]
+    cos = tl.load(rope_ptr + 2 * pair)[None, :]
+    sin = tl.load(rope_ptr + 2 * pair + 1)[None, :]
+    at = x_ptr + head_G[:, None] * WIDTH + OFFSET + 2 * pair[None, :]
+    even = tl.load(at, mask=real, other=0.0).to(tl.float32)
+    odd = tl.load(at + 1, mask=real, other=0.0).to(tl.float32)
+    kind = x_ptr.dtype.element_ty
+    tl.store(at, (even * cos - odd * sin).to(kind), mask=real)
+    tl.store(at + 1, (odd * cos + even * sin).to(kind), mask=real)
+
+
+@triton.jit
+def _prepare(
+    q_ptr, iq_ptr, kv_ptr, ik_ptr, iw_ptr, rope_ptr, kv_gain_ptr, k_gain_ptr, k_bias_ptr,
+    row_ptr, key_ptr, weight_ptr,
+    up_stride, down_stride, kv_eps, k_eps, w_scale,
+    H: tl.constexpr, J: tl.constexpr, N: tl.constexpr, HALF: tl.constexpr, L: tl.constexpr, I: tl.constexpr,
+    G: tl.constexpr, BLOCK_L: tl.constexpr, BLOCK_I: tl.constexpr, BLOCK_J: tl.constexpr,
+):  # fmt: skip
+    token = tl.program_id(0).to(tl.int64)
+    part = tl.program_id(1)
+    rope_ptr += token * 2 * HALF
+    query_parts = (H + G - 1) // G
+    if part > query_parts:
+        _turn_heads(iq_ptr + token * up_stride, rope_ptr, J, (part - 1 - query_parts) * G, I, 0, HALF, G)
+    elif part > 0:
+        _turn_heads(q_ptr + token * up_stride, rope_ptr, H, (part - 1) * G, N + 2 * HALF, N, HALF, G)
+    else:
+        kind = row_ptr.dtype.element_ty
+        kv_ptr += token * down_stride
+        ik_ptr += token * down_stride
+        row_ptr += token * (L + 2 * HALF)
+        key_ptr += token * I
+        pair = tl.arange(0, HALF)
+        cos = tl.load(rope_ptr + 2 * pair)
+        sin = tl.load(rope_ptr + 2 * pair + 1)
+        # The cache row: normed latent, rotated key.
+        col = tl.arange(0, BLOCK_L)
+        real = col < L
+        latent = tl.load(kv_ptr + col, mask=real, other=0.0).to(tl.float32)
+        latent = latent / tl.sqrt(tl.sum(latent * latent, 0) / L + kv_eps)
+        gain = tl.load(kv_gain_ptr + col, mask=real, other=0.0)
+        tl.store(row_ptr + col, latent.to(kind) * gain.to(kind), mask=real)
+        even = tl.load(kv_ptr + L + 2 * pair).to(tl.float32)
+        odd = tl.load(kv_ptr + L + 2 * pair + 1).to(tl.float32)
+        tl.store(row_ptr + L + 2 * pair, (even * cos - odd * sin).to(kind))
+        tl.store(row_ptr + L + 2 * pair + 1, (odd * cos + even * sin).to(kind))
+        # The index key: normed as a whole, its first columns rotated.
+        col = tl.arange(0, BLOCK_I)
+        real = col < I
+        x = tl.load(ik_ptr + col, mask=real, other=0.0).to(tl.float32)
+        mean = tl.sum(x, 0) / I
+        away = tl.where(real, x - mean, 0.0)
+        inverse = 1.0 / tl.sqrt(tl.sum(away * away, 0) / I + k_eps)
+        gain = tl.load(k_gain_ptr + col, mask=real, other=0.0).to(tl.float32)
+        bias = tl.load(k_bias_ptr + col, mask=real, other=0.0).to(tl.float32)
+        key = (away * inverse * gain + bias).to(kind)
+        tl.store(key_ptr + col, key, mask=real & (col >= 2 * HALF))
+        even = tl.load(ik_ptr + 2 * pair).to(tl.float32) - mean
+        odd = tl.load(ik_ptr + 2 * pair + 1).to(tl.float32) - mean
+        gain_even, gain_odd = tl.load(k_gain_ptr + 2 * pair), tl.load(k_gain_ptr + 2 * pair + 1)
+        bias_even, bias_odd = tl.load(k_bias_ptr + 2 * pair), tl.load(k_bias_ptr + 2 * pair + 1)
+        even = (even * inverse * gain_even.to(tl.float32) + bias_even.to(tl.float32)).to(kind).to(tl.float32)
+        odd = (odd * inverse * gain_odd.to(tl.float32) + bias_odd.to(tl.float32)).to(kind).to(tl.float32)
+        tl.store(key_ptr + 2 * pair, (even * cos - odd * sin).to(kind))
+        tl.store(key_ptr + 2 * pair + 1, (odd * cos + even * sin).to(kind))
+        # The index heads' weights.
+        head = tl.arange(0, BLOCK_J)
+        weight = tl.load(iw_ptr + token * down_stride + head, mask=head < J, other=0.0).to(tl.float32)
+        tl.store(weight_ptr + token * J + head, weight * w_scale, mask=head < J)
+
+
+def prepare(
+    up: tuple[Tensor, Tensor],
+    down: tuple[Tensor, Tensor, Tensor],
+    rope: Tensor,
+    kv_norm: tuple[Tensor, float],
+    k_norm: tuple[Tensor, Tensor, float],
+    heads: tuple[int, int],
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """What attention and cache take, from the products that an attention layer makes of its input.
+
+    Args:
+        up: q [B, T, H * (N + R)] and index_q [B, T, J * I], parts of one contiguous product; rotated in place.
+        down: kv [B, T, L + R], index_k [B, T, I] and index_w [B, T, J], parts of another.
+        rope: rotations, complex [B, T, R / 2]. kv_norm: gain, eps. k_norm: gain, bias, eps. heads: H and J.
+
+    Returns:
+        q [B, T, H, N + R], rows [B, T, L + R], index_keys [B, T, I], index_q [B, T, J, I], and head weights fp32
+        [B, T, J] with both scales in.
+
+    Raises:
+        ValueError: half of the rotary width is no power of two.
+    """
+    (q, index_q), (kv, index_k, index_w), (main, index) = up, down, heads
+    batch, tokens = q.shape[:2]
+    half, index_width = rope.shape[-1], index_k.shape[-1]
+    latent, nope = kv.shape[-1] - 2 * half, q.shape[-1] // main - 2 * half
+    if half & (half - 1):
+        raise ValueError(f"prepare takes rotary widths that are powers of two, not {2 * half}")
+    rows, keys = (kv.new_empty(batch, tokens, width) for width in (latent + 2 * half, index_width))
+    weights = torch.empty(batch, tokens, index, dtype=torch.float32, device=q.device)
+    (kv_gain, kv_eps), (k_gain, k_bias, k_eps) = kv_norm, k_norm
+    if batch * tokens:
+        group = min(HEADS_EACH, triton.next_power_of_2(max(main, index)))
+        parts = 1 + triton.cdiv(main, group) + triton.cdiv(index, group)
+        _prepare[(batch * tokens, parts)](
+            q, index_q, kv, index_k, index_w, torch.view_as_real(rope.contiguous()), kv_gain, k_gain, k_bias,
+            rows, keys, weights,
+            q.stride(1), kv.stride(1), kv_eps, k_eps, (index * index_width) ** -0.5,
+            H=main, J=index, N=nope, HALF=half, L=latent, I=index_width, G=group,
+            BLOCK_L=triton.next_power_of_2(latent), BLOCK_I=triton.next_power_of_2(index_width),
+            BLOCK_J=triton.next_power_of_2(index), num_warps=4,
+        )  # fmt: skip
+    return q.unflatten(-1, (main, -1)), rows, keys, index_q.unflatten(-1, (index, -1)), weights

@@ -1,0 +1,125 @@
+"""The Triton operators around attention against their specifications: on a GPU, else in Triton's interpreter in fp32.
+
+Skipped, saying so, where triton is not installed (`pip install glm5[gpu]`).
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+
+import pytest
+import torch
+from torch import Tensor
+
+CUDA = torch.cuda.is_available()
+if not CUDA:
+    if "triton" in sys.modules and os.environ.get("TRITON_INTERPRET") != "1":
+        reason = "triton was imported before its interpreter was asked for; run this file with TRITON_INTERPRET=1"
+        pytest.skip(reason, allow_module_level=True)
+    os.environ["TRITON_INTERPRET"] = "1"  # triton reads it when first imported
+pytest.importorskip("triton", reason="triton is not installed: the operators of glm5[gpu] go untested here")
+
+from glm5.kernels import triton as fast
+from glm5.kernels.basic import rms_norm, rope_interleaved, rotations, swiglu
+from glm5.kernels.moe import route
+
+DEVICE = "cuda" if CUDA else "cpu"
+DTYPE = torch.bfloat16 if CUDA else torch.float32
+TOLERANCE = 5e-3 if CUDA else 1e-6
+
+
+@pytest.fixture(autouse=True)
+def specification(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What these tests compare with is plain PyTorch, also where fast versions would run."""
+    monkeypatch.setenv("GLM5_KERNELS", "torch")
+
+
+def _random(*size: int, seed: int, scale: float = 1.0) -> Tensor:
+    return (torch.randn(*size, generator=torch.Generator().manual_seed(seed)) * scale).to(DEVICE, DTYPE)
+
+
+def _error(ours: Tensor, oracle: Tensor) -> float:
+    assert ours.shape == oracle.shape
+    assert not ours.isnan().any()
+    return float((ours.double() - oracle.double()).norm() / oracle.double().norm())
+
+
+@pytest.mark.parametrize("width", [16, 200])
+def test_rms_norm_of_rows_at_a_stride(width: int) -> None:
+    x = _random(1, 5, width + 24, seed=width)[..., 8 : 8 + width]
+    gain = _random(width, seed=1)
+    assert _error(fast.rms_norm(x, gain, 1e-5), rms_norm(x.float(), gain.float(), 1e-5)) < TOLERANCE
+
+
+def test_rms_norm_keeps_nan_to_its_row() -> None:
+    x = _random(3, 32, seed=2)
+    x[1, 7] = torch.nan
+    out = fast.rms_norm(x, torch.ones(32, device=DEVICE, dtype=DTYPE), 1e-5)
+    assert out.isnan().any(-1).tolist() == [False, True, False]
+
+
+def test_swiglu_of_halves_of_one_product() -> None:
+    gate, up = _random(1, 3, 2 * 300, seed=3, scale=3.0).chunk(2, dim=-1)
+    assert _error(fast.swiglu(gate, up), swiglu(gate.float(), up.float())) < TOLERANCE
+
+
+@pytest.mark.parametrize(("heads", "index_heads"), [(5, 3), (17, 2)])
+def test_prepare_matches_the_separate_operators(heads: int, index_heads: int) -> None:
+    batch, tokens, nope, rotary, latent, index_width, eps = 1, 3, 12, 8, 24, 20, 1e-6
+    up = _random(batch, tokens, heads * (nope + rotary) + index_heads * index_width, seed=4)
+    down = _random(batch, tokens, 7 + latent + rotary + index_width + index_heads, seed=5)
+    kv_gain, k_gain, k_bias = _random(latent, seed=6), _random(index_width, seed=7), _random(index_width, seed=8)
+    rope = rotations(torch.tensor([[0, 5, 4000]], device=DEVICE), rotary, 1e6)
+    q, index_q = up.split_with_sizes((heads * (nope + rotary), index_heads * index_width), -1)
+    _, kv, index_k, index_w = down.split_with_sizes((7, latent + rotary, index_width, index_heads), -1)
+
+    qs = q.float().unflatten(-1, (heads, -1))
+    q_oracle = torch.cat((qs[..., :nope], rope_interleaved(qs[..., nope:], rope.unsqueeze(-2))), -1)
+    iqs = index_q.float().unflatten(-1, (index_heads, -1))
+    iq_oracle = torch.cat((rope_interleaved(iqs[..., :rotary], rope.unsqueeze(-2)), iqs[..., rotary:]), -1)
+    kvs = kv.float()
+    rows = torch.cat((rms_norm(kvs[..., :latent], kv_gain.float(), eps), rope_interleaved(kvs[..., latent:], rope)), -1)
+    key = torch.nn.functional.layer_norm(index_k.float(), (index_width,), k_gain.float(), k_bias.float(), eps)
+    keys = torch.cat((rope_interleaved(key[..., :rotary], rope), key[..., rotary:]), -1)
+    weights = index_w.float() * (index_heads * index_width) ** -0.5
+
+    made = fast.prepare(
+        (q, index_q), (kv, index_k, index_w), rope, (kv_gain, eps), (k_gain, k_bias, eps), (heads, index_heads)
+    )
+    for ours, oracle in zip(made, (q_oracle, rows, keys, iq_oracle, weights), strict=True):
+        assert _error(ours, oracle) < TOLERANCE
+    assert made[0].data_ptr() == q.data_ptr(), "queries are rotated where they are"
+
+
+@pytest.mark.parametrize("normalise", [True, False])
+def test_route_ties_go_to_the_lower_expert(normalise: bool) -> None:
+    logits = torch.randn(9, 20, generator=torch.Generator().manual_seed(9)).to(DEVICE)
+    logits[3] = 0.0
+    logits[4] = logits[4].round()
+    bias = torch.linspace(-0.5, 0.5, 20).round(decimals=1).to(DEVICE)
+    ours = fast.route(logits, bias, 6, normalise=normalise, scaling=2.5)
+    theirs = route(logits, bias, 6, normalise=normalise, scaling=2.5)
+    assert torch.equal(ours[0], theirs[0])
+    torch.testing.assert_close(ours[1:], theirs[1:], atol=1e-6, rtol=1e-6)
+
+
+def test_route_of_nan_stays_inside_and_is_nan() -> None:
+    logits = torch.zeros(2, 12, device=DEVICE)
+    logits[1] = torch.nan
+    expert, weight, _ = fast.route(logits, torch.zeros(12, device=DEVICE), 3, normalise=True, scaling=1.0)
+    assert expert[0].tolist() == [0, 1, 2]
+    assert int(expert.max()) < 12
+    assert weight.isnan().any(-1).tolist() == [False, True]
+
+
+@pytest.mark.parametrize(("tokens", "rotary"), [(1, 16), (5, 0), (70, 16)])
+def test_by_head_writes_beside_the_rotated_part(tokens: int, rotary: int) -> None:
+    x = _random(tokens, 3, 64 + 16, seed=tokens)
+    weight = _random(3, 128, 64, seed=11, scale=0.1).transpose(1, 2)
+    rope = x[..., 64:] if rotary else None
+    ours = fast.by_head(x[..., :64], weight, rope)
+    oracle = torch.einsum("nhx,hxy->nhy", x[..., :64].double(), weight.double())
+    assert _error(ours[..., :128], oracle) < TOLERANCE
+    if rotary:
+        assert torch.equal(ours[..., 128:], x[..., 64:])
