@@ -15,6 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from glm5.kernels.deferral import weight_gradient
 from glm5.kernels.dispatch import pick
 
 
@@ -98,35 +99,43 @@ class _Experts(torch.autograd.Function):
             gate, up = hidden[a:b].chunk(2, dim=-1)
             torch.mm(F.silu(gate).mul_(up), down[e].t(), out=out[a:b])
         ctx.save_for_backward(rows, hidden, gate_up, down)
-        ctx.counts = counts
+        ctx.counts, ctx.weights = counts, (gate_up, down)
         return out
 
     @staticmethod
     def backward(ctx: Any, grad_out: Tensor) -> tuple[Tensor | None, ...]:
         rows, hidden, gate_up, down = ctx.saved_tensors
         grad_out = grad_out.contiguous()
-        drows = torch.empty_like(rows)
-        dgate_up, ddown = torch.empty_like(gate_up), torch.empty_like(down)
-        dhidden = torch.empty_like(hidden)
+        drows, dhidden = torch.empty_like(rows), torch.empty_like(hidden)
         half = gate_up.shape[1] // 2
         gate, up = hidden.float().chunk(2, dim=-1)
         sigmoid = gate.sigmoid()
         act = gate * sigmoid
         mixed = (act * up).to(rows.dtype)
-        for e, count in enumerate(ctx.counts):
-            if count == 0:
-                dgate_up[e].zero_()
-                ddown[e].zero_()
         for e, a, b in _segments(ctx.counts):
-            g = grad_out[a:b]
-            torch.mm(g.t(), mixed[a:b], out=ddown[e])
-            dmixed = (g @ down[e]).float()
+            dmixed = (grad_out[a:b] @ down[e]).float()
             dhidden[a:b, half:] = dmixed * act[a:b]
             s = sigmoid[a:b]
             dhidden[a:b, :half] = dmixed * up[a:b] * (s + act[a:b] * (1 - s))
-            torch.mm(dhidden[a:b].t(), rows[a:b], out=dgate_up[e])
             torch.mm(dhidden[a:b], gate_up[e], out=drows[a:b])
-        return drows, dgate_up, ddown, None
+        counts, (own_gate_up, own_down) = ctx.counts, ctx.weights
+        return (
+            drows,
+            weight_gradient(own_gate_up, lambda: _outer(dhidden, rows, counts)),
+            weight_gradient(own_down, lambda: _outer(grad_out, mixed, counts)),
+            None,
+        )
+
+
+def _outer(left_NX: Tensor, right_NY: Tensor, counts: list[int]) -> Tensor:
+    """[E, X, Y]: left.T @ right over each expert's segment of rows; zero where it has none."""
+    out = left_NX.new_empty(len(counts), left_NX.shape[1], right_NY.shape[1])
+    for expert, count in enumerate(counts):
+        if count == 0:
+            out[expert].zero_()
+    for expert, a, b in _segments(counts):
+        torch.mm(left_NX[a:b].t(), right_NY[a:b], out=out[expert])
+    return out
 
 
 def _segments(counts: list[int]) -> Iterator[tuple[int, int, int]]:
