@@ -162,10 +162,12 @@ class GLM5(nn.Module):
         sparse: bool | None = None,
         trace: Trace | None = None,
         aux: Aux | None = None,
+        embedded: Tensor | None = None,
     ) -> Tensor:
         """The trunk's hidden states after the final norm, [B, T, D]: what the head and MTP read.
 
         With a `PagedBatch` input_ids are its flat batch, [1, N]. Whoever changes weights then calls `forget_joined`.
+        `embedded` [B, T, D] enters the first block in place of the ids' embeddings: a pipeline stage's input.
         """
         input_ids = self._checked_ids(input_ids)
         sparse = self.config.sparse if sparse is None else sparse
@@ -176,7 +178,7 @@ class GLM5(nn.Module):
             if input_ids.numel() <= JOIN_UP_TO and begins and not torch.is_grad_enabled():
                 self.forget_joined()
             place = self._place(input_ids, attention_mask, documents, cache)
-        x = self.model.embed_tokens(input_ids)
+        x = self.model.embed_tokens(input_ids) if embedded is None else embedded
         if trace is not None:
             trace.hidden.append(x)
         rope = self._rope(place.position_BT)
@@ -295,7 +297,7 @@ class GLM5(nn.Module):
         _check_integers("input_ids", ids)
         if ids.ndim != 2 or 0 in ids.shape:
             raise UserError(f"input_ids: shape {tuple(ids.shape)}", "give [batch, tokens], both at least 1")
-        if ids.device != self.model.embed_tokens.weight.device and (ids.is_meta or ids.device.type == "cpu"):
+        if ids.device != self.device and (ids.is_meta or ids.device.type == "cpu"):
             raise UserError(f"input_ids: on {ids.device}, the model on {self.device}", "move them to model.device")
         low, high = ids.aminmax()
         if low < 0 or high >= self.config.vocab_size:
