@@ -102,6 +102,31 @@ def test_attends_to_the_selected_rows(heads: int, width: int, value: int) -> Non
 
 
 @needs_compiler
+@pytest.mark.parametrize("paged", [False, True])
+def test_absorbs_the_products_around_attention(paged: bool) -> None:
+    heads, nope, rotary, latent, value = 3, 10, 6, 20, 9
+    q, up = normal(2, 3, heads, nope + rotary), normal(heads, nope + value, latent, seed=1)
+    q_nope, q_rope = q.split_with_sizes((nope, rotary), -1)
+    q_rope = q_rope.contiguous()  # other strides than its neighbour's
+    pages = Pages(torch.randperm(14, generator=torch.Generator().manual_seed(0))[:10].view(2, 5), 8)
+    pool = normal(1, 14 * 8, latent + rotary, seed=2)
+    rows = pages.gather(pool, Visibility.causal(2, 40))
+    selected = torch.stack([torch.randperm(40)[:12].sort().values for _ in range(6)]).view(2, 3, 12).int()
+    selected[1, 2, 5:] = -1
+    held = (pool, selected, 0.2, pages) if paged else (rows, selected, 0.2)
+    found = cpu.absorbed_attention(q_nope, q_rope, up, *held)
+    keys = torch.einsum("bsl,hnl->bshn", rows[..., :latent].double(), up[:, :nope].double())
+    values = torch.einsum("bsl,hvl->bshv", rows[..., :latent].double(), up[:, nope:].double())
+    for b in range(2):
+        for t in range(3):
+            chosen = selected[b, t][selected[b, t] >= 0].long()
+            logits = torch.einsum("hn,shn->hs", q_nope[b, t].double(), keys[b, chosen])
+            logits += q_rope[b, t].double() @ rows[b, chosen, latent:].double().T
+            expected = torch.einsum("hs,shv->hv", (0.2 * logits).softmax(-1), values[b, chosen])
+            torch.testing.assert_close(found[b, t].double(), expected, rtol=1e-4, atol=1e-5)
+
+
+@needs_compiler
 def test_extreme_logits() -> None:
     """One logit far above the rest, equal ones, and a NaN, which stays in its own query."""
     rows = torch.eye(4)[None].repeat(1, 1, 1)
@@ -172,6 +197,29 @@ def test_sums_the_chosen_experts(tokens: int, allowed: int, specification: None)
         assert torch.equal(alone[0], found[i])
 
 
+@needs_compiler
+@pytest.mark.parametrize("shared", [0, 20, 33])
+@pytest.mark.parametrize("tokens", [1, 5, 16])
+@pytest.mark.parametrize("width", [40, 48])
+def test_a_whole_moe_is_its_parts(tokens: int, shared: int, width: int, specification: None) -> None:
+    x, router, bias = normal(tokens, width), normal(8, width, seed=1), normal(8, seed=2)
+    gate_up, down = normal(8, 2 * 24, width, seed=3), normal(8, width, 24, seed=4)
+    gate, up, back = normal(shared, width), normal(shared, width, seed=6), normal(width, shared, seed=7)
+    rule = dict(normalise=True, scaling=2.5)
+    extra = (gate, up, back) if shared else None
+    found = cpu.moe(x, (router, bias), (gate_up, down), extra, 3, **rule)
+    expert, weight, _ = route(x @ router.T, bias, 3, **rule)
+    expected = grouped_swiglu(x.double(), gate_up.double(), down.double(), expert, weight)
+    alone = torch.zeros_like(expected)
+    if shared:
+        wide = [w.double() for w in (x, gate, up, back)]
+        alone = (torch.nn.functional.silu(wide[0] @ wide[1].T) * (wide[0] @ wide[2].T)) @ wide[3].T
+        torch.testing.assert_close(cpu.swiglu(x, gate, up, back).double(), alone, rtol=1e-4, atol=1e-3)
+    torch.testing.assert_close(found.double(), expected + alone, rtol=1e-4, atol=1e-3)
+    for i in range(tokens):
+        assert torch.equal(cpu.moe(x[i : i + 1], (router, bias), (gate_up, down), extra, 3, **rule)[0], found[i])
+
+
 # --------------------------------------------------------------------------- dispatch
 def attend(heads: int = 2, dtype: torch.dtype = torch.float32) -> Tensor:
     keys = normal(1, 9, 1, 6).to(dtype)
@@ -231,50 +279,54 @@ def test_without_a_compiler_torch_runs_and_says_so(
 
 
 # --------------------------------------------------------------------------- before attention
+def turned(x: Tensor, rope: Tensor) -> Tensor:
+    """Rotate the pairs of the last axis, in float64; x is [N, R] or [N, heads, R]."""
+    angle = torch.view_as_real(rope[0]).double()
+    cos, sin = angle[..., 0], angle[..., 1]
+    if x.ndim == 3:
+        cos, sin = cos.unsqueeze(1), sin.unsqueeze(1)
+    even, odd = x[..., ::2], x[..., 1::2]
+    return torch.stack((even * cos - odd * sin, even * sin + odd * cos), -1).flatten(-2)
+
+
+def normed(x: Tensor, gain: Tensor) -> Tensor:
+    return x * (x.square().mean(-1, keepdim=True) + 1e-6).rsqrt() * gain.double()
+
+
 @needs_compiler
-@pytest.mark.parametrize("rows", [1, 3, 16])
-def test_prepares_what_the_layer_prepares(rows: int) -> None:
-    """Two sequences' rows at unequal positions, against the layer's own norms and rotations in float64."""
-    heads, nope, rotary, latent, index_heads, index_width, theta = 3, 10, 8, 20, 5, 14, 1e4
-    q_width, index_q_width = heads * (nope + rotary), index_heads * index_width
-    up = normal(1, rows, q_width + index_q_width)
-    down = normal(1, rows, 6 + latent + rotary + index_width + index_heads, seed=1)
-    gain, k_gain, k_bias = 1 + normal(latent, seed=2), 1 + normal(index_width, seed=3), normal(index_width, seed=4)
-    position = torch.randint(0, 5000, (1, rows), generator=torch.Generator().manual_seed(5))
-    rope = rotations(position, rotary, theta)
-    wide_up, wide_down = up.double(), down.double()
-    q, rows_out, keys, index_q, weights = cpu.prepare(
-        up.split_with_sizes((q_width, index_q_width), -1),
-        down.split_with_sizes((6, latent + rotary, index_width, index_heads), -1)[1:],
-        rope,
-        (gain, 1e-6),
-        (k_gain, k_bias, 1e-6),
-        (heads, index_heads),
-    )
+@pytest.mark.parametrize(("width", "q_latent"), [(48, 32), (41, 30)])
+@pytest.mark.parametrize("tokens", [1, 3, 16])
+def test_projects_what_the_layer_projects(tokens: int, width: int, q_latent: int) -> None:
+    """Rows at unequal positions, against the same products, norms and rotations in float64; alone, the same bits."""
+    heads, nope, rotary, latent, index_heads, index_width = 3, 10, 8, 20, 5, 14
+    x = normal(1, tokens, width)
+    query = (normal(q_latent, width, seed=1), 1 + normal(q_latent, seed=2), normal(heads * (nope + rotary), q_latent))
+    stored = (normal(latent + rotary, width, seed=3), 1 + normal(latent, seed=4))
+    wq_b, wk, w_proj = (normal(n, m) for n, m in ((index_heads * index_width, q_latent), (14, width), (5, width)))
+    k_gain, k_bias = 1 + normal(index_width, seed=5), normal(index_width, seed=6)
+    position = torch.randint(0, 5000, (1, tokens), generator=torch.Generator().manual_seed(7))
+    rope = rotations(position, rotary, 1e4)
+    weights = (query, stored, (wq_b, wk, k_gain, k_bias, w_proj), (heads, index_heads), (1e-6, 1e-6, 1e-6))
+    found = cpu.project(x, rope, *weights)
 
-    def turned(x: Tensor) -> Tensor:
-        angle = torch.view_as_real(rope).double()
-        cos, sin = angle[..., 0], angle[..., 1]
-        if x.ndim == 4:
-            cos, sin = cos.unsqueeze(2), sin.unsqueeze(2)
-        even, odd = x[..., ::2], x[..., 1::2]
-        return torch.stack((even * cos - odd * sin, even * sin + odd * cos), -1).flatten(-2)
-
-    wide_q = wide_up[..., :q_width].unflatten(-1, (heads, -1))
-    wide_index_q = wide_up[..., q_width:].unflatten(-1, (index_heads, -1))
-    _, kv, index_k, index_w = wide_down.split_with_sizes((6, latent + rotary, index_width, index_heads), -1)
-    norm = kv[..., :latent] * (kv[..., :latent].square().mean(-1, keepdim=True) + 1e-6).rsqrt() * gain.double()
-    centred = index_k - index_k.mean(-1, keepdim=True)
-    layer = centred * (centred.square().mean(-1, keepdim=True) + 1e-6).rsqrt() * k_gain.double() + k_bias.double()
+    wide = x[0].double()
+    q_a = normed(wide @ query[0].double().T, query[1])
+    q = (q_a @ query[2].double().T).unflatten(-1, (heads, -1))
+    index_q = (q_a @ wq_b.double().T).unflatten(-1, (index_heads, -1))
+    kv, k = wide @ stored[0].double().T, wide @ wk.double().T
+    layer = normed(k - k.mean(-1, keepdim=True), k_gain) + k_bias.double()
     expected = (
-        torch.cat((wide_q[..., :nope], turned(wide_q[..., nope:])), -1),
-        torch.cat((norm, turned(kv[..., latent:])), -1),
-        torch.cat((turned(layer[..., :rotary]), layer[..., rotary:]), -1),
-        torch.cat((turned(wide_index_q[..., :rotary]), wide_index_q[..., rotary:]), -1),
-        index_w * (index_heads * index_width) ** -0.5,
+        torch.cat((q[..., :nope], turned(q[..., nope:], rope)), -1),
+        torch.cat((normed(kv[..., :latent], stored[1]), turned(kv[..., latent:], rope)), -1),
+        torch.cat((turned(layer[..., :rotary], rope), layer[..., rotary:]), -1),
+        torch.cat((turned(index_q[..., :rotary], rope), index_q[..., rotary:]), -1),
+        wide @ w_proj.double().T * (index_heads * index_width) ** -0.5,
     )
-    for found, exact in zip((q, rows_out, keys, index_q, weights), expected, strict=True):
-        torch.testing.assert_close(found.double(), exact, rtol=1e-5, atol=1e-5)
+    for part, exact in zip(found, expected, strict=True):
+        torch.testing.assert_close(part[0].double(), exact, rtol=1e-4, atol=1e-4)
+    for i in range(tokens):
+        for part, whole in zip(cpu.project(x[:, i : i + 1], rope[:, i : i + 1], *weights), found, strict=True):
+            assert torch.equal(part[0, 0], whole[0, i])
 
 
 @needs_compiler

@@ -6,6 +6,7 @@ Source: the published implementation of GLM-5 (statistics in fp32, result cast b
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import torch
@@ -63,9 +64,15 @@ def layer_norm(x: Tensor, weight: Tensor, bias: Tensor, eps: float = 1e-6) -> Te
 
 def rotations(positions: Tensor, dim: int, theta: float) -> Tensor:
     """RoPE's rotations e^(i angle) as complex64, positions.shape + [dim / 2]; angles are computed in fp32."""
-    exponent = torch.arange(0, dim, 2, dtype=torch.float32, device=positions.device) / dim
-    angle = positions[..., None].float() * (1.0 / theta**exponent)
+    angle = positions[..., None].float() * _frequencies(dim, theta, positions.device)
     return torch.polar(torch.ones_like(angle), angle)
+
+
+@functools.lru_cache(maxsize=16)
+def _frequencies(dim: int, theta: float, device: torch.device) -> Tensor:
+    with torch.inference_mode(False):  # kept, so that any mode may use it
+        exponent = torch.arange(0, dim, 2, dtype=torch.float32, device=device) / dim
+        return 1.0 / theta**exponent
 
 
 def rope_interleaved(x: Tensor, rotation: Tensor) -> Tensor:

@@ -89,8 +89,9 @@ def _plain_fp32(*tensors: Tensor) -> str | None:
 
 
 # Elements of a query, all heads, up to which it stays in the first cache beside the rows that it meets (measured:
-# faster than torch at 3,840, a third as fast at 36,864), and tokens of a MoE up to which torch's products are slower.
-QUERY_UP_TO, TOKENS_UP_TO = 8192, 64
+# faster than torch at 3,840, a third as fast at 36,864), tokens of experts up to which torch's products are slower, and
+# tokens that are few enough for one call to make products that torch would make faster.
+QUERY_UP_TO, TOKENS_UP_TO, FEW = 8192, 64, 16
 
 
 def _is_absorbed(k_BSGX: Tensor, v_BSGV: Tensor) -> bool:
@@ -122,6 +123,15 @@ def _cpu_experts(x_ND: Tensor, gate_up_EFD: Tensor, down_EDF: Tensor) -> str | N
     if x_ND.shape[0] > TOKENS_UP_TO:
         return f"written for up to {TOKENS_UP_TO} tokens"
     return _plain_fp32(x_ND, gate_up_EFD, down_EDF)
+
+
+def _cpu_few(x: Tensor, *weights: Tensor) -> str | None:
+    if x.numel() > FEW * x.shape[-1]:
+        return f"written for up to {FEW} tokens"
+    for w in weights:
+        if not w.is_contiguous():
+            return "takes contiguous weights"
+    return _plain_fp32(x, *weights)
 
 
 def _plain_bf16(*tensors: Tensor) -> str | None:
@@ -188,7 +198,8 @@ def _load_cpu(operator: str) -> Callable[[], Callable[..., Any]]:
 
 OPERATORS: dict[str, tuple[Fast, ...]] = {
     "rms_norm": (Fast("cpu.rms_norm", _compiler, _cpu_norm, _load_cpu("rms_norm")),),
-    "prepare": (Fast("cpu.prepare", _compiler, _plain_fp32, _load_cpu("prepare")),),
+    "project": (Fast("cpu.project", _compiler, _cpu_few, _load_cpu("project")),),
+    "prepare": (),
     "dense_attention": (),
     "sparse_attention": (
         Fast("cuda.sparse_mla", _hopper, _sparse_mla, _load_sparse_mla),
@@ -198,12 +209,15 @@ OPERATORS: dict[str, tuple[Fast, ...]] = {
         Fast("cuda.index_select", _both, _index_select, _load_index_select),
         Fast("cpu.index_select", _compiler, _plain_fp32, _load_cpu("index_select")),
     ),
+    "absorbed_attention": (Fast("cpu.absorbed_attention", _compiler, _plain_fp32, _load_cpu("absorbed_attention")),),
     "indexer_loss": (),
     "route": (Fast("cpu.route", _compiler, _plain_fp32, _load_cpu("route")),),
     "grouped_swiglu": (
         Fast("triton.grouped_swiglu", _triton, _plain_bf16, _load_grouped_swiglu),
         Fast("cpu.grouped_swiglu", _compiler, _cpu_experts, _load_cpu("grouped_swiglu")),
     ),
+    "swiglu": (Fast("cpu.swiglu", _compiler, _cpu_few, _load_cpu("swiglu")),),
+    "moe": (Fast("cpu.moe", _compiler, _cpu_few, _load_cpu("moe")),),
     "linear_cross_entropy": (),
     "newton_schulz": (),
 }
@@ -248,7 +262,8 @@ def pick(operator: str, *tensors: Tensor) -> Callable[..., Any] | None:
         if refusal is None:
             return _loaded(fast)
         reasons.append(f"{fast.name}: {refusal}")
-    _tell_once(operator, "; ".join(reasons) or "there is no fast version yet")
+    if reasons:
+        _tell_once(operator, "; ".join(reasons))
     return None
 
 

@@ -30,12 +30,19 @@ class Indexer(nn.Module):
 
     def keys(self, x_BTD: Tensor, rope: Tensor) -> Tensor:
         """Index keys [B, T, I], normed and rotated: what the cache holds."""
-        k = self.k_norm(self.wk(x_BTD.detach()))
-        return torch.cat((rope_interleaved(k[..., : self.rotary], rope), k[..., self.rotary :]), dim=-1)
+        return self.turned_keys(self.wk(x_BTD.detach()), rope)
 
     def queries(self, x_BTD: Tensor, q_latent_BTQ: Tensor, rope: Tensor) -> tuple[Tensor, Tensor]:
         """Index queries [B, T, J, I], and head weights fp32 [B, T, J] with both scales (J and I, power -1/2) in."""
-        q, w = self.wq_b(q_latent_BTQ.detach()), self.weights_proj(x_BTD.detach())
-        q = q.unflatten(-1, (self.heads, self.width))
+        return self.turned_queries(self.wq_b(q_latent_BTQ.detach()), self.weights_proj(x_BTD.detach()), rope)
+
+    def turned_keys(self, k_BTI: Tensor, rope: Tensor) -> Tensor:
+        """`keys` from the product of `wk`."""
+        k = self.k_norm(k_BTI)
+        return torch.cat((rope_interleaved(k[..., : self.rotary], rope), k[..., self.rotary :]), dim=-1)
+
+    def turned_queries(self, q_BTX: Tensor, w_BTJ: Tensor, rope: Tensor) -> tuple[Tensor, Tensor]:
+        """`queries` from the products of `wq_b` and `weights_proj`."""
+        q = q_BTX.unflatten(-1, (self.heads, self.width))
         rotated = rope_interleaved(q[..., : self.rotary], rope.unsqueeze(-2))
-        return torch.cat((rotated, q[..., self.rotary :]), dim=-1), w.float() * (self.heads * self.width) ** -0.5
+        return torch.cat((rotated, q[..., self.rotary :]), dim=-1), w_BTJ.float() * (self.heads * self.width) ** -0.5

@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from glm5.kernels import basic
+from glm5.kernels.dispatch import pick
 
 
 class RMSNorm(nn.Module):
@@ -66,6 +67,10 @@ class SwiGLU(nn.Module):
         self._joined.forget()
 
     def forward(self, x: Tensor) -> Tensor:
+        fast = pick("swiglu", x, self.gate_proj.weight, self.up_proj.weight, self.down_proj.weight)
+        if fast is not None:
+            out: Tensor = fast(x, self.gate_proj.weight, self.up_proj.weight, self.down_proj.weight)
+            return out
         if basic.Joined.pays(x):
             both = F.linear(x, self._joined.of(self.gate_proj.weight, self.up_proj.weight))
             return self.down_proj(basic.swiglu(*both.chunk(2, dim=-1)))

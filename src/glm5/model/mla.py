@@ -8,15 +8,12 @@ section 2.1. Read next: `cache`, `moe`.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from glm5.kernels.attention import attention_logit_max, dense_attention, sparse_attention
-from glm5.kernels.basic import Joined, rope_interleaved
+from glm5.kernels.basic import JOIN_UP_TO, Joined, rope_interleaved
 from glm5.kernels.dispatch import pick
 from glm5.kernels.indexer import index_scores, index_select
 from glm5.kernels.indexer_loss import indexer_loss
@@ -79,20 +76,15 @@ class MLA(nn.Module):
             sparse: restrict to the indexer's top-k; False attends to everything visible (before DSA adaptation).
             slot_BT: where new tokens go in the cache, when they don't follow `visible.offset` in every row.
         """
-        joined = Joined.pays(x_BTD) and self.q_a_proj.bias is None
-        if not joined:
-            self.forget_joined()
-        fast = pick("prepare", x_BTD, self.kv_a_layernorm.weight) if joined else None
+        few = self._few(x_BTD, rope) if Joined.pays(x_BTD) and self.q_a_proj.bias is None else None
         index_q: tuple[Tensor, Tensor] | None
-        if fast is not None:
-            q_nope, q_rope, rows, index_keys, index_q = self._prepared(x_BTD, rope, fast)
+        if few is not None:
+            q_nope, q_rope, rows, index_keys, index_q = few
         else:
+            self.forget_joined()
             q_latent = self.q_a_layernorm(self.q_a_proj(x_BTD))
-            q = self.q_b_proj(q_latent).unflatten(-1, (self.heads, -1))
-            q_nope, q_rope = q.split_with_sizes((self.nope, self.rotary), -1)
-            q_rope = rope_interleaved(q_rope, rope.unsqueeze(-2))
-            latent, k_rope = self.kv_a_proj_with_mqa(x_BTD).split_with_sizes((self.latent, self.rotary), -1)
-            rows = torch.cat((self.kv_a_layernorm(latent), rope_interleaved(k_rope, rope)), dim=-1)
+            q_nope, q_rope = self._turned(self.q_b_proj(q_latent), rope)
+            rows = self._rows(self.kv_a_proj_with_mqa(x_BTD), rope)
             indexed = sparse or cache is not None or trace is not None or (aux is not None and aux.indexer)
             index_keys = self.indexer.keys(x_BTD, rope) if indexed else rows
             index_q = None
@@ -168,24 +160,41 @@ class MLA(nn.Module):
                 indexer_loss(*index_q, part.index_keys, q_BTHX, keys_BSHX, visible, selected, self.scale, topk)
             )
 
-    def _prepared(
-        self, x_BTD: Tensor, rope: Tensor, fast: Callable[..., Any]
-    ) -> tuple[Tensor, Tensor, Tensor, Tensor, tuple[Tensor, Tensor]]:
-        """What `forward` makes of x up to attention, in two joined products and one call: for a few rows."""
-        own, index = (self.q_a_proj, self.kv_a_proj_with_mqa), (self.indexer.wk, self.indexer.weights_proj)
-        down = F.linear(x_BTD, self._down.of(*(p.weight for p in (*own, *index))))
-        q_a, *parts = down.split_with_sizes([p.out_features for p in (*own, *index)], -1)
-        up = F.linear(self.q_a_layernorm(q_a), self._up.of(self.q_b_proj.weight, self.indexer.wq_b.weight))
-        norm, k_norm = self.kv_a_layernorm, self.indexer.k_norm
-        q, rows, keys, index_q, index_w = fast(
-            up.split_with_sizes((self.q_b_proj.out_features, self.indexer.wq_b.out_features), -1),
-            parts,
-            rope,
-            (norm.weight, norm.eps),
-            (k_norm.weight, k_norm.bias, k_norm.eps),
-            (self.heads, self.indexer.heads),
-        )
-        return *q.split_with_sizes((self.nope, self.rotary), -1), rows, keys, (index_q, index_w)
+    def _turned(self, q_BTX: Tensor, rope: Tensor) -> tuple[Tensor, Tensor]:
+        """Queries [B, T, H, N] and, rotated, [B, T, H, R]."""
+        q_nope, q_rope = q_BTX.unflatten(-1, (self.heads, -1)).split_with_sizes((self.nope, self.rotary), -1)
+        return q_nope, rope_interleaved(q_rope, rope.unsqueeze(-2))
+
+    def _rows(self, kv_BTX: Tensor, rope: Tensor) -> Tensor:
+        """What the cache holds of each position: its normed latent and its rotated key, [B, T, L + R]."""
+        latent, k_rope = kv_BTX.split_with_sizes((self.latent, self.rotary), -1)
+        return torch.cat((self.kv_a_layernorm(latent), rope_interleaved(k_rope, rope)), dim=-1)
+
+    def _few(self, x_BTD: Tensor, rope: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor, tuple[Tensor, Tensor]]:
+        """What `forward` makes of x up to attention, for a few tokens: in one call, or by two joined products."""
+        indexer, norm, k_norm = self.indexer, self.kv_a_layernorm, self.indexer.k_norm
+        query = (self.q_a_proj.weight, self.q_a_layernorm.weight, self.q_b_proj.weight)
+        latent = (self.kv_a_proj_with_mqa.weight, norm.weight)
+        index = (indexer.wq_b.weight, indexer.wk.weight, k_norm.weight, k_norm.bias, indexer.weights_proj.weight)
+        heads = (self.heads, indexer.heads)
+        whole = pick("project", x_BTD, *query, *latent, *index)
+        if whole is not None:
+            eps = (self.q_a_layernorm.eps, norm.eps, k_norm.eps)
+            q, rows, keys, *index_q = whole(x_BTD, rope, query, latent, index, heads, eps)
+            return *q.split_with_sizes((self.nope, self.rotary), -1), rows, keys, tuple(index_q)
+        downs, ups = (query[0], latent[0], index[1], index[4]), (query[2], index[0])
+        down = F.linear(x_BTD, self._down.of(*downs))
+        q_a, *parts = down.split_with_sizes([w.shape[0] for w in downs], -1)
+        up = F.linear(self.q_a_layernorm(q_a), self._up.of(*ups))
+        both = up.split_with_sizes([w.shape[0] for w in ups], -1)
+        fast = pick("prepare", x_BTD, norm.weight)
+        if fast is not None:
+            gains = (norm.weight, norm.eps), (k_norm.weight, k_norm.bias, k_norm.eps)
+            q, rows, keys, *index_q = fast(both, parts, rope, *gains, heads)
+            return *q.split_with_sizes((self.nope, self.rotary), -1), rows, keys, tuple(index_q)
+        (q, index_up), (kv, index_k, index_w) = both, parts
+        keys, queries = indexer.turned_keys(index_k, rope), indexer.turned_queries(index_up, index_w, rope)
+        return *self._turned(q, rope), self._rows(kv, rope), keys, queries
 
     def _select(self, index_q: tuple[Tensor, Tensor], part: Part, trace: Trace | None) -> Tensor | None:
         visible = part.visible
@@ -219,6 +228,11 @@ class MLA(nn.Module):
         pages: Pages | None,
     ) -> Tensor:
         up = self.kv_b_proj.weight.view(self.heads, self.nope + self.value, self.latent)
+        few = selected is not None and q_nope.shape[0] * q_nope.shape[1] <= JOIN_UP_TO
+        fast = pick("absorbed_attention", q_nope, rows, up) if few else None
+        if fast is not None:
+            out: Tensor = fast(q_nope, q_rope, up, rows, selected, self.scale, pages)
+            return out
         w_uk, w_uv = up[:, : self.nope], up[:, self.nope :]
         q_full = torch.cat((_by_head(q_nope, w_uk), q_rope), dim=-1)
         keys = rows.unsqueeze(2)

@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from glm5.kernels.balance import sequence_balance_loss
+from glm5.kernels.dispatch import pick
 from glm5.kernels.moe import expert_loads, grouped_swiglu, route
 from glm5.model.config import ModelConfig
 from glm5.model.layers import SwiGLU
@@ -78,6 +79,10 @@ class MoE(nn.Module):
 
     def forward(self, x_BTD: Tensor, *, trace: Trace | None = None, aux: Aux | None = None) -> Tensor:
         x_ND = x_BTD.flatten(0, 1)
+        if trace is None and aux is None:
+            y = self._at_once(x_ND)
+            if y is not None:
+                return y.view_as(x_BTD)
         logits, expert, weight, score = self.gate(x_ND)
         if trace is not None:
             trace.router.append((logits, weight, expert))
@@ -91,3 +96,15 @@ class MoE(nn.Module):
         y = self.experts(x_ND, expert, weight)
         y = y.view_as(x_BTD)
         return y if self.shared_experts is None else y + self.shared_experts(x_BTD)
+
+    def _at_once(self, x_ND: Tensor) -> Tensor | None:
+        """The whole by one call, where there is one for these tokens."""
+        gate, experts, shared = self.gate, self.experts, self.shared_experts
+        weights = () if shared is None else (shared.gate_proj.weight, shared.up_proj.weight, shared.down_proj.weight)
+        routed = (experts.gate_up_proj, experts.down_proj)
+        fast = pick("moe", x_ND, gate.weight, *routed, *weights) if gate.settings["n_group"] == 1 else None
+        if fast is None:
+            return None
+        settings: dict[str, Any] = {k: gate.settings[k] for k in ("top_k", "normalise", "scaling")}
+        y: Tensor = fast(x_ND, (gate.weight, gate.e_score_correction_bias), routed, weights or None, **settings)
+        return y

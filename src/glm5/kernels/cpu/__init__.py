@@ -8,12 +8,26 @@ from __future__ import annotations
 
 from glm5.kernels.cpu.build import available
 from glm5.kernels.cpu.operators import (
+    absorbed_attention,
     grouped_swiglu,
     index_select,
-    prepare,
+    moe,
+    project,
     rms_norm,
     route,
     sparse_attention,
+    swiglu,
 )
 
-__all__ = ["available", "grouped_swiglu", "index_select", "prepare", "rms_norm", "route", "sparse_attention"]
+__all__ = [
+    "absorbed_attention",
+    "available",
+    "grouped_swiglu",
+    "index_select",
+    "moe",
+    "project",
+    "rms_norm",
+    "route",
+    "sparse_attention",
+    "swiglu",
+]

@@ -20,11 +20,19 @@ def _found() -> tuple[ctypes.CDLL | None, str]:
     compiler = next(filter(None, map(shutil.which, ("c++", "g++", "clang++"))), None)
     if compiler is None:
         return None, "no C++ compiler on PATH"
-    try:
-        library = shared_library("cpu", compiler, FLAGS, [Path(__file__).parent / "operators.cpp"], key=_processor())
-    except KernelBuildError as error:
-        return None, str(error)
-    return library, f"compiled by {compiler}"
+    why = ""
+    for flags in (
+        (*FLAGS, "-fopenmp"),
+        FLAGS,
+    ):  # with torch's threads where the compiler knows OpenMP, else with its own
+        try:
+            library = shared_library(
+                "cpu", compiler, flags, [Path(__file__).parent / "operators.cpp"], key=_processor()
+            )
+            return library, f"compiled by {compiler}"
+        except KernelBuildError as error:
+            why = str(error)
+    return None, why
 
 
 def available() -> tuple[bool, str]:

@@ -9,8 +9,10 @@
 #include <cstdint>
 #include <cstring>
 #include <limits>
-#include <thread>
 #include <vector>
+#ifndef _OPENMP
+#include <thread>
+#endif
 
 namespace {
 
@@ -40,6 +42,28 @@ inline Four folded(Wide x) {
   const Eight half = __builtin_shufflevector(x, x, 0, 1, 2, 3, 4, 5, 6, 7) +
                      __builtin_shufflevector(x, x, 8, 9, 10, 11, 12, 13, 14, 15);
   return __builtin_shufflevector(half, half, 0, 1, 2, 3) + __builtin_shufflevector(half, half, 4, 5, 6, 7);
+}
+
+// y[r] = w[r] x for the rows [from, to) of w: four at a time where the shape allows, by their absolute number, so that a
+// row's sum has one order whoever asks for it.
+inline void multiply(const float* w, int64_t from, int64_t to, const float* x, int64_t width, float* y) {
+  int64_t r = from;
+  if (width % 16 == 0) {
+    for (; r + 4 <= to; r += 4) {
+      const float* row = w + r * width;
+      Wide a = {}, b = {}, c = {}, d = {};
+      for (int64_t i = 0; i < width; i += 16) {
+        const Wide v = *reinterpret_cast<const Wide*>(x + i);
+        a += v * *reinterpret_cast<const Wide*>(row + i);
+        b += v * *reinterpret_cast<const Wide*>(row + width + i);
+        c += v * *reinterpret_cast<const Wide*>(row + 2 * width + i);
+        d += v * *reinterpret_cast<const Wide*>(row + 3 * width + i);
+      }
+      const Four four = sums(folded(a), folded(b), folded(c), folded(d));
+      std::memcpy(y + r, &four, sizeof four);
+    }
+  }
+  for (; r < to; r++) y[r] = dot(w + r * width, x, width);
 }
 
 // w . ReLU(q k) of one key: four heads at a time where the shape allows.
@@ -101,13 +125,17 @@ struct Rows {
   }
 };
 
-// work(row) for every row, on so many threads.
+// work(row) for every row, on so many threads: torch's own where OpenMP is there, which are awake between its products.
 template <class Work>
 void for_rows(int64_t rows, int64_t threads, Work work) {
   if (threads < 2 || rows < 2) {
     for (int64_t row = 0; row < rows; row++) work(row);
     return;
   }
+#ifdef _OPENMP
+#pragma omp parallel for schedule(static, 1) num_threads(static_cast<int>(threads))
+  for (int64_t row = 0; row < rows; row++) work(row);
+#else
   auto part = [&](int64_t of) {
     for (int64_t row = of; row < rows; row += threads) work(row);
   };
@@ -115,6 +143,30 @@ void for_rows(int64_t rows, int64_t threads, Work work) {
   for (int64_t of = 1; of < threads; of++) others.emplace_back(part, of);
   part(0);
   for (auto& thread : others) thread.join();
+#endif
+}
+
+// Rows of a matrix that a thread takes at once; a multiple of what `multiply` takes.
+constexpr int64_t STRIP = 32;
+
+// A matrix [rows, width] and where its products go, [N, rows].
+struct Matrix {
+  const float* weight;
+  int64_t rows;
+  float* out;
+};
+
+// Every matrix times every x [N, width], the strips of all of them shared out among the threads.
+void multiply_all(const Matrix* matrices, int64_t count, const float* x, int64_t tokens, int64_t width,
+                  int64_t threads) {
+  int64_t strips = 0;
+  for (int64_t m = 0; m < count; m++) strips += (matrices[m].rows + STRIP - 1) / STRIP;
+  for_rows(strips, threads, [&](int64_t strip) {
+    const Matrix* m = matrices;
+    for (; strip >= (m->rows + STRIP - 1) / STRIP; m++) strip -= (m->rows + STRIP - 1) / STRIP;
+    const int64_t from = strip * STRIP, to = std::min(from + STRIP, m->rows);
+    for (int64_t n = 0; n < tokens; n++) multiply(m->weight, from, to, x + n * width, width, m->out + n * m->rows);
+  });
 }
 
 // Order of floats as order of unsigned integers.
@@ -155,9 +207,8 @@ void select_top(const float* scores, int64_t n, int64_t k, int64_t first, int32_
   }
 }
 
-// x * rsqrt(mean(x ** 2) + eps) * gain
-inline void rms_norm(const float* __restrict x, const float* __restrict gain, float* __restrict out, int64_t n,
-                     float eps) {
+// x * rsqrt(mean(x ** 2) + eps) * gain; out may be x
+inline void rms_norm(const float* x, const float* gain, float* out, int64_t n, float eps) {
   const float inverse = 1.f / std::sqrt(dot(x, x, n) / n + eps);
   for (int64_t i = 0; i < n; i++) out[i] = x[i] * inverse * gain[i];
 }
@@ -171,6 +222,100 @@ inline void rotate(float* __restrict x, const float* __restrict rope, int64_t n)
   }
 }
 
+// One query's heads over the rows it picked: result [H, V].
+void attend(const float* query, int64_t qh, Rows held, const int32_t* picked, int64_t chosen, int64_t heads,
+            int64_t width, int64_t value, float scale, float* result) {
+  static thread_local std::vector<float> weights;
+  static thread_local std::vector<const float*> read;
+  weights.resize(heads * chosen);
+  read.clear();
+  for (int64_t i = 0; i < chosen && picked[i] >= 0; i++) read.push_back(held[picked[i]]);
+  const int64_t n = static_cast<int64_t>(read.size());
+  for (int64_t i = 0; i < n; i++)
+    for (int64_t h = 0; h < heads; h++) weights[h * chosen + i] = scale * dot(query + h * qh, read[i], width);
+  for (int64_t h = 0; h < heads; h++) {
+    float* weight = weights.data() + h * chosen;
+    float peak = -std::numeric_limits<float>::infinity(), total = 0.f;
+    for (int64_t i = 0; i < n; i++) peak = weight[i] > peak ? weight[i] : peak;
+    for (int64_t i = 0; i < n; i++) weight[i] = exponential(weight[i] - peak);
+    for (int64_t i = 0; i < n; i++) total += weight[i];
+    for (int64_t i = 0; i < n; i++) weight[i] /= total;
+  }
+  std::fill(result, result + heads * value, 0.f);
+  for (int64_t i = 0; i < n; i++)
+    for (int64_t h = 0; h < heads; h++) axpy(result + h * value, read[i], weights[h * chosen + i], value);
+}
+
+// Sigmoid routing: the `chosen` experts of highest score + bias, ties to the lower one; weights from the scores alone.
+void route(const float* logits, const float* bias, int64_t* expert, float* weight, float* score, int64_t experts,
+           int64_t chosen, bool normalise, float scaling) {
+  static thread_local std::vector<uint32_t> choice;  // ordered, since a NaN would break the sort's rules
+  static thread_local std::vector<int64_t> order;
+  choice.resize(experts);
+  order.resize(experts);
+  for (int64_t e = 0; e < experts; e++) score[e] = 1.f / (1.f + std::exp(-logits[e]));
+  for (int64_t e = 0; e < experts; e++) choice[e] = ordered(score[e] + bias[e]), order[e] = e;
+  std::partial_sort(order.begin(), order.begin() + chosen, order.end(), [&](int64_t a, int64_t b) {
+    return choice[a] != choice[b] ? choice[a] > choice[b] : a < b;
+  });
+  float total = 0.f;
+  for (int64_t m = 0; m < chosen; m++) total += score[order[m]];
+  for (int64_t m = 0; m < chosen; m++) {
+    expert[m] = order[m];
+    weight[m] = score[order[m]] * scaling / (normalise ? total + 1e-20f : 1.f);
+  }
+}
+
+// SwiGLUs of one shape: expert e's gate and up [F, D] lie 2 F D numbers behind the one before, its down [D, F] F D.
+struct Experts {
+  const float *gate, *up, *down;
+  int64_t inner;
+};
+
+// out [N, D] += each token's experts by weight, in order. An expert that several tokens chose reads its weights once for
+// all of them, and its rows are shared out among the threads.
+void experts(const float* x, Experts of, const int64_t* expert, const float* weight, float* out, int64_t tokens,
+             int64_t chosen, int64_t width, int64_t threads) {
+  const int64_t pairs = tokens * chosen, inner = of.inner, size = inner * width;
+  static thread_local std::vector<float> hidden, ups, parts;
+  hidden.resize(pairs * inner);
+  ups.resize(pairs * inner);
+  parts.resize(pairs * width);
+  std::vector<int64_t> order(pairs), begins;
+  for (int64_t p = 0; p < pairs; p++) order[p] = p;
+  std::stable_sort(order.begin(), order.end(), [&](int64_t a, int64_t b) { return expert[a] < expert[b]; });
+  for (int64_t i = 0; i < pairs; i++)
+    if (i == 0 || expert[order[i]] != expert[order[i - 1]]) begins.push_back(i);
+  begins.push_back(pairs);
+  float *const gates = hidden.data(), *const others = ups.data(), *const outs = parts.data();  // this thread's
+  // work(expert, pair, rows from, to) for strips of every expert's rows
+  auto for_strips = [&](int64_t rows, auto work) {
+    const int64_t segments = static_cast<int64_t>(begins.size()) - 1, strips = (rows + STRIP - 1) / STRIP;
+    for_rows(segments * strips, threads, [&](int64_t unit) {
+      const int64_t at = begins[unit / strips], end = begins[unit / strips + 1], from = unit % strips * STRIP;
+      for (int64_t i = at; i < end; i++) work(expert[order[at]], order[i], from, std::min(from + STRIP, rows));
+    });
+  };
+  for_strips(inner, [&](int64_t e, int64_t pair, int64_t from, int64_t to) {
+    const float* token = x + pair / chosen * width;
+    float *g = gates + pair * inner, *u = others + pair * inner;
+    multiply(of.gate + 2 * e * size, from, to, token, width, g);
+    multiply(of.up + 2 * e * size, from, to, token, width, u);
+    for (int64_t f = from; f < to; f++) g[f] = g[f] / (1.f + exponential(-g[f])) * u[f];
+  });
+  for_strips(width, [&](int64_t e, int64_t pair, int64_t from, int64_t to) {
+    multiply(of.down + e * size, from, to, gates + pair * inner, inner, outs + pair * width);
+  });
+  for (int64_t p = 0; p < pairs; p++) axpy(out + p / chosen * width, outs + p * width, weight[p], width);
+}
+
+// The same of one SwiGLU that every token takes.
+void alone(const float* x, Experts of, float* out, int64_t tokens, int64_t width, int64_t threads) {
+  const std::vector<int64_t> first(tokens, 0);
+  const std::vector<float> whole(tokens, 1.f);
+  experts(x, of, first.data(), whole.data(), out, tokens, 1, width, threads);
+}
+
 }  // namespace
 
 extern "C" {
@@ -181,25 +326,37 @@ void glm5_rms_norm(const float* x, const float* gain, float* out, int64_t rows, 
   for (int64_t n = 0; n < rows; n++) rms_norm(x + n * stride, gain, out + n * width, width, eps);
 }
 
-// What lies between the projections of an attention layer and attention. Per row: q [H, nope + rotary] and index_q [J, I]
-// are rotated in place, the former's last, the latter's first columns; out get rows [latent + rotary] (normed, rotated),
-// index_keys [I] (LayerNorm, then rotated) and weights [J] (scaled). rope [N, rotary] holds pairs (cos, sin).
-void glm5_prepare(float* q, float* index_q, const float* kv, const float* index_k, const float* index_w,
-                  const float* rope, const float* kv_gain, const float* k_gain, const float* k_bias, float* rows,
-                  float* index_keys, float* weights, int64_t count, int64_t up_stride, int64_t down_stride,
-                  int64_t heads, int64_t nope, int64_t rotary, int64_t latent, int64_t index_heads,
-                  int64_t index_width, float kv_eps, float k_eps) {
+// What an attention layer makes of x up to attention, for a few tokens. Weights [out, in], contiguous; rope [N, R] holds
+// pairs (cos, sin). Written: q [N, H, nope + R], its last columns rotated; rows [N, L + R], normed, rotated; index_keys
+// [N, I], LayerNorm, then rotated; index_q [N, J, I], rotated; weights [N, J], scaled.
+void glm5_project(const float* x, const float* rope, const float* q_a, const float* q_gain, const float* q_b,
+                  const float* kv_a, const float* kv_gain, const float* wq_b, const float* wk, const float* k_gain,
+                  const float* k_bias, const float* weights_proj, float* q, float* rows, float* index_keys,
+                  float* index_q, float* weights, int64_t count, int64_t width, int64_t q_latent, int64_t heads,
+                  int64_t nope, int64_t rotary, int64_t latent, int64_t index_heads, int64_t index_width,
+                  int64_t threads, float q_eps, float kv_eps, float k_eps) {
+  static thread_local std::vector<float> down, normed;
+  const int64_t row_width = latent + rotary, head = nope + rotary;
+  down.resize(count * (q_latent + index_width));
+  normed.resize(count * q_latent);
+  float *q_raw = down.data(), *k_raw = q_raw + count * q_latent;
+  const Matrix first[] = {{q_a, q_latent, q_raw}, {kv_a, row_width, rows}, {wk, index_width, k_raw},
+                          {weights_proj, index_heads, weights}};
+  multiply_all(first, 4, x, count, width, threads);
+  for (int64_t n = 0; n < count; n++)
+    rms_norm(q_raw + n * q_latent, q_gain, normed.data() + n * q_latent, q_latent, q_eps);
+  const Matrix second[] = {{q_b, heads * head, q}, {wq_b, index_heads * index_width, index_q}};
+  multiply_all(second, 2, normed.data(), count, q_latent, threads);
   const float scale = 1.f / std::sqrt(static_cast<float>(index_heads * index_width));
   for (int64_t n = 0; n < count; n++) {
-    const float *turn = rope + n * rotary, *key = index_k + n * down_stride, *source = kv + n * down_stride;
-    for (int64_t h = 0; h < heads; h++) rotate(q + n * up_stride + h * (nope + rotary) + nope, turn, rotary);
+    const float *turn = rope + n * rotary, *key = k_raw + n * index_width;
+    for (int64_t h = 0; h < heads; h++) rotate(q + (n * heads + h) * head + nope, turn, rotary);
     for (int64_t j = 0; j < index_heads; j++) {
-      rotate(index_q + n * up_stride + j * index_width, turn, rotary);
-      weights[n * index_heads + j] = index_w[n * down_stride + j] * scale;
+      rotate(index_q + (n * index_heads + j) * index_width, turn, rotary);
+      weights[n * index_heads + j] *= scale;
     }
-    float* row = rows + n * (latent + rotary);
-    rms_norm(source, kv_gain, row, latent, kv_eps);
-    std::copy(source + latent, source + latent + rotary, row + latent);
+    float* row = rows + n * row_width;
+    rms_norm(row, kv_gain, row, latent, kv_eps);
     rotate(row + latent, turn, rotary);
     float mean = 0.f, square = 0.f, *out = index_keys + n * index_width;
     for (int64_t i = 0; i < index_width; i++) mean += key[i];
@@ -243,84 +400,82 @@ void glm5_sparse_attention(const float* q, const float* rows, const int32_t* sel
                            int64_t qb, int64_t qt, int64_t qh, int64_t rb, int64_t rs, int64_t pages, int64_t page_size,
                            int64_t threads, float scale) {
   for_rows(batch * queries, threads, [&](int64_t row) {
-    static thread_local std::vector<float> weights;
-    static thread_local std::vector<const float*> read;
     const int64_t b = row / queries;
-    const int32_t* picked = selected + row * chosen;
-    const float* query = q + b * qb + row % queries * qt;
     const Rows held{rows + b * rb, rs, page_size, table ? table + b * pages : nullptr};
-    float* result = out + row * heads * value;
-    weights.resize(heads * chosen);
-    read.clear();
-    for (int64_t i = 0; i < chosen && picked[i] >= 0; i++) read.push_back(held[picked[i]]);
-    const int64_t n = static_cast<int64_t>(read.size());
-    for (int64_t i = 0; i < n; i++)
-      for (int64_t h = 0; h < heads; h++) weights[h * chosen + i] = scale * dot(query + h * qh, read[i], width);
-    for (int64_t h = 0; h < heads; h++) {
-      float* weight = weights.data() + h * chosen;
-      float peak = -std::numeric_limits<float>::infinity(), total = 0.f;
-      for (int64_t i = 0; i < n; i++) peak = weight[i] > peak ? weight[i] : peak;
-      for (int64_t i = 0; i < n; i++) weight[i] = exponential(weight[i] - peak);
-      for (int64_t i = 0; i < n; i++) total += weight[i];
-      for (int64_t i = 0; i < n; i++) weight[i] /= total;
-    }
-    std::fill(result, result + heads * value, 0.f);
-    for (int64_t i = 0; i < n; i++)
-      for (int64_t h = 0; h < heads; h++) axpy(result + h * value, read[i], weights[h * chosen + i], value);
+    attend(q + b * qb + row % queries * qt, qh, held, selected + row * chosen, chosen, heads, width, value, scale,
+           out + row * heads * value);
   });
 }
 
-// Sigmoid routing: the `chosen` experts of highest score + bias, ties to the lower one; weights from the scores alone.
-// logits, score [N, E]; bias [E]; expert, weight [N, M].
+// The same with W_UK before it and W_UV behind it. q_nope [B, T, H, N] by strides (b, t, h), q_rope [B, T, H, R] by its own;
+// up [H, N + V, L], each head's W_UK and then its W_UV; rows as above, of width L + R; out [B, T, H, V].
+void glm5_absorbed_attention(const float* q_nope, const float* q_rope, const float* up, const float* rows,
+                             const int32_t* selected, const int64_t* table, float* out, int64_t batch, int64_t queries,
+                             int64_t heads, int64_t nope, int64_t rotary, int64_t latent, int64_t value, int64_t chosen,
+                             int64_t nb, int64_t nt, int64_t nh, int64_t tb, int64_t tt, int64_t th, int64_t rb,
+                             int64_t rs, int64_t pages, int64_t page_size, int64_t threads, float scale) {
+  const int64_t width = latent + rotary;
+  for_rows(batch * queries, threads, [&](int64_t row) {
+    static thread_local std::vector<float> query, mixed;
+    query.assign(heads * width, 0.f);
+    mixed.resize(heads * latent);
+    const int64_t b = row / queries, t = row % queries;
+    for (int64_t h = 0; h < heads; h++) {
+      const float *from = q_nope + b * nb + t * nt + h * nh, *turned = q_rope + b * tb + t * tt + h * th;
+      const float* w_uk = up + h * (nope + value) * latent;
+      float* to = query.data() + h * width;
+      for (int64_t n = 0; n < nope; n++) axpy(to, w_uk + n * latent, from[n], latent);
+      std::copy(turned, turned + rotary, to + latent);
+    }
+    const Rows held{rows + b * rb, rs, page_size, table ? table + b * pages : nullptr};
+    attend(query.data(), width, held, selected + row * chosen, chosen, heads, width, latent, scale, mixed.data());
+    for (int64_t h = 0; h < heads; h++) {
+      const float* w_uv = up + (h * (nope + value) + nope) * latent;
+      float* to = out + (row * heads + h) * value;
+      for (int64_t v = 0; v < value; v++) to[v] = dot(w_uv + v * latent, mixed.data() + h * latent, latent);
+    }
+  });
+}
+
+// Sigmoid routing; see `route`. logits, score [N, E]; bias [E]; expert, weight [N, M].
 void glm5_route(const float* logits, const float* bias, int64_t* expert, float* weight, float* score, int64_t tokens,
                 int64_t experts, int64_t chosen, int64_t normalise, float scaling) {
-  std::vector<uint32_t> choice(experts);  // ordered, since a NaN would break the sort's rules
-  std::vector<int64_t> order(experts);
-  for (int64_t n = 0; n < tokens; n++) {
-    float* scores = score + n * experts;
-    for (int64_t e = 0; e < experts; e++) scores[e] = 1.f / (1.f + std::exp(-logits[n * experts + e]));
-    for (int64_t e = 0; e < experts; e++) choice[e] = ordered(scores[e] + bias[e]), order[e] = e;
-    std::partial_sort(order.begin(), order.begin() + chosen, order.end(), [&](int64_t a, int64_t b) {
-      return choice[a] != choice[b] ? choice[a] > choice[b] : a < b;
-    });
-    float total = 0.f;
-    for (int64_t m = 0; m < chosen; m++) total += scores[order[m]];
-    for (int64_t m = 0; m < chosen; m++) {
-      expert[n * chosen + m] = order[m];
-      weight[n * chosen + m] = scores[order[m]] * scaling / (normalise ? total + 1e-20f : 1.f);
-    }
-  }
+  for (int64_t n = 0; n < tokens; n++)
+    route(logits + n * experts, bias, expert + n * chosen, weight + n * chosen, score + n * experts, experts, chosen,
+          normalise, scaling);
 }
 
 // The chosen experts' SwiGLU of a few tokens. x [N, D]; gate_up [E, 2F, D]; down [E, D, F]; out [N, D].
-// An expert that several tokens chose reads its weights once for all of them.
 void glm5_grouped_swiglu(const float* x, const float* gate_up, const float* down, const int64_t* expert,
                          const float* weight, float* out, int64_t tokens, int64_t chosen, int64_t width, int64_t inner,
                          int64_t threads) {
-  const int64_t pairs = tokens * chosen;
-  std::vector<float> hidden(pairs * 2 * inner), parts(pairs * width);
-  std::vector<int64_t> order(pairs), begins;
-  for (int64_t p = 0; p < pairs; p++) order[p] = p;
-  std::stable_sort(order.begin(), order.end(), [&](int64_t a, int64_t b) { return expert[a] < expert[b]; });
-  for (int64_t i = 0; i < pairs; i++)
-    if (i == 0 || expert[order[i]] != expert[order[i - 1]]) begins.push_back(i);
-  begins.push_back(pairs);
-  for_rows(static_cast<int64_t>(begins.size()) - 1, threads, [&](int64_t segment) {
-    const int64_t at = begins[segment], end = begins[segment + 1], e = expert[order[at]];
-    const float *up = gate_up + e * 2 * inner * width, *back = down + e * width * inner;
-    for (int64_t f = 0; f < 2 * inner; f++)
-      for (int64_t i = at; i < end; i++)
-        hidden[order[i] * 2 * inner + f] = dot(up + f * width, x + order[i] / chosen * width, width);
-    for (int64_t i = at; i < end; i++) {
-      float* h = hidden.data() + order[i] * 2 * inner;
-      for (int64_t f = 0; f < inner; f++) h[f] = h[f] / (1.f + exponential(-h[f])) * h[inner + f];
-    }
-    for (int64_t d = 0; d < width; d++)
-      for (int64_t i = at; i < end; i++)
-        parts[order[i] * width + d] = dot(back + d * inner, hidden.data() + order[i] * 2 * inner, inner);
-  });
   std::fill(out, out + tokens * width, 0.f);
-  for (int64_t p = 0; p < pairs; p++) axpy(out + p / chosen * width, parts.data() + p * width, weight[p], width);
+  experts(x, {gate_up, gate_up + inner * width, down, inner}, expert, weight, out, tokens, chosen, width, threads);
+}
+
+// A whole MoE of a few tokens: router [E, D], bias [E], experts as above, and a shared SwiGLU of shared_inner (0: none).
+void glm5_moe(const float* x, const float* router, const float* bias, const float* gate_up, const float* down,
+              const float* shared_gate, const float* shared_up, const float* shared_down, float* out, int64_t tokens,
+              int64_t count, int64_t chosen, int64_t width, int64_t inner, int64_t shared_inner, int64_t normalise,
+              int64_t threads, float scaling) {
+  std::vector<float> logits(count), score(count), weight(tokens * chosen);
+  std::vector<int64_t> expert(tokens * chosen);
+  for (int64_t n = 0; n < tokens; n++) {
+    multiply(router, 0, count, x + n * width, width, logits.data());
+    route(logits.data(), bias, expert.data() + n * chosen, weight.data() + n * chosen, score.data(), count, chosen,
+          normalise, scaling);
+  }
+  std::fill(out, out + tokens * width, 0.f);
+  const Experts routed{gate_up, gate_up + inner * width, down, inner};
+  experts(x, routed, expert.data(), weight.data(), out, tokens, chosen, width, threads);
+  if (shared_inner) alone(x, {shared_gate, shared_up, shared_down, shared_inner}, out, tokens, width, threads);
+}
+
+// down(silu(gate x) * up x) of a few tokens. x, out [N, D]; gate, up [F, D]; down [D, F].
+void glm5_swiglu(const float* x, const float* gate, const float* up, const float* down, float* out, int64_t tokens,
+                 int64_t width, int64_t inner, int64_t threads) {
+  std::fill(out, out + tokens * width, 0.f);
+  alone(x, {gate, up, down, inner}, out, tokens, width, threads);
 }
 
 }  // extern "C"

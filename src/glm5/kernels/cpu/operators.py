@@ -39,40 +39,40 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     return out
 
 
-def prepare(
-    up: tuple[Tensor, Tensor],
-    down: tuple[Tensor, Tensor, Tensor],
+def project(
+    x_BTD: Tensor,
     rope: Tensor,
-    kv_norm: tuple[Tensor, float],
-    k_norm: tuple[Tensor, Tensor, float],
+    query: tuple[Tensor, Tensor, Tensor],
+    latent: tuple[Tensor, Tensor],
+    indexer: tuple[Tensor, Tensor, Tensor, Tensor, Tensor],
     heads: tuple[int, int],
+    eps: tuple[float, float, float],
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Everything between an attention layer's projections and attention, for rows whose products were made as one.
+    """Everything that an attention layer makes of x up to attention, for a few tokens.
 
     Args:
-        up: q [B, T, H * (N + R)] and index_q [B, T, J * I], parts of one contiguous product; rotated in place.
-        down: kv [B, T, L + R], index_k [B, T, I] and index_w [B, T, J], parts of another.
-        rope: rotations [B, T, R / 2]. kv_norm: gain, eps. k_norm: gain, bias, eps. heads: H and J.
+        rope: rotations [B, T, R / 2].
+        query: q_a [Q, D], its norm's gain [Q], q_b [H * (N + R), Q]. latent: kv_a [L + R, D], its norm's gain [L].
+        indexer: wq_b [J * I, Q], wk [I, D], its norm's gain and bias [I], weights_proj [J, D].
+        heads: H and J. eps: of the three norms, in that order.
 
     Returns:
-        q [B, T, H, N + R], rows [B, T, L + R], index_keys [B, T, I], index_q [B, T, J, I], and head weights [B, T, J]
-        with both scales in.
+        q [B, T, H, N + R], its last columns rotated, rows [B, T, L + R], index_keys [B, T, I], index_q [B, T, J, I],
+        and head weights [B, T, J] with both scales in.
     """
-    (q, index_q), (kv, index_k, index_w), (main, index) = up, down, heads
-    batch, tokens = q.shape[:2]
-    rotary, index_width = 2 * rope.shape[-1], index_k.shape[-1]
-    latent, nope = kv.shape[-1] - rotary, q.shape[-1] // main - rotary
-    rope = rope.contiguous()
-    rows, keys = torch.empty(batch, tokens, latent + rotary), torch.empty(batch, tokens, index_width)
-    weights = torch.empty(batch, tokens, index)
-    (kv_gain, kv_eps), (k_gain, k_bias, k_eps) = kv_norm, k_norm
-    _function("glm5_prepare", 12, 9, 2)(
-        *(q.data_ptr(), index_q.data_ptr(), kv.data_ptr(), index_k.data_ptr(), index_w.data_ptr(), rope.data_ptr()),
-        *(kv_gain.data_ptr(), k_gain.data_ptr(), k_bias.data_ptr()),
-        *(rows.data_ptr(), keys.data_ptr(), weights.data_ptr()),
-        *(batch * tokens, q.stride(1), kv.stride(1), main, nope, rotary, latent, index, index_width, kv_eps, k_eps),
+    (batch, tokens, width), (main, index) = x_BTD.shape, heads
+    x, turn, rotary = x_BTD.contiguous(), rope.contiguous(), 2 * rope.shape[-1]
+    (q_latent, head), index_width = (query[0].shape[0], query[2].shape[0] // main), indexer[1].shape[0]
+    row = latent[0].shape[0]
+    shapes = ((main, head), (row,), (index_width,), (index, index_width), (index,))
+    outs = [torch.empty(batch, tokens, *shape) for shape in shapes]
+    _function("glm5_project", 17, 10, 3)(
+        *(t.data_ptr() for t in (x, turn, *query, *latent, *indexer, *outs)),
+        *(batch * tokens, width, q_latent, main, head - rotary, rotary, row - rotary, index, index_width),
+        *(torch.get_num_threads(), *eps),
     )
-    return q.unflatten(-1, (main, -1)), rows, keys, index_q.unflatten(-1, (index, -1)), weights
+    q, rows, keys, index_q, weights = outs
+    return q, rows, keys, index_q, weights
 
 
 def index_select(
@@ -113,6 +113,35 @@ def sparse_attention(
     return out
 
 
+def absorbed_attention(
+    q_nope_BTHN: Tensor,
+    q_rope_BTHR: Tensor,
+    up_HXL: Tensor,
+    rows_BSX: Tensor,
+    selected_BTK: Tensor,
+    scale: float,
+    pages: Pages | None = None,
+) -> Tensor:
+    """`sparse_attention` with W_UK before it and W_UV behind it, for a few queries: [B, T, H, V].
+
+    Args:
+        up_HXL: [H, N + V, L], each head's W_UK, then its W_UV.
+    """
+    (batch, queries, heads, nope), rotary = q_nope_BTHN.shape, q_rope_BTHR.shape[-1]
+    value, latent = up_HXL.shape[1] - nope, up_HXL.shape[2]
+    q_nope, q_rope = _dense(q_nope_BTHN), _dense(q_rope_BTHR)
+    rows, selected = _dense(rows_BSX), selected_BTK.contiguous()
+    out = torch.empty(batch, queries, heads, value)
+    table, paging = _paging(pages)
+    _function("glm5_absorbed_attention", 7, 19, 1)(
+        *(q_nope.data_ptr(), q_rope.data_ptr(), up_HXL.data_ptr(), rows.data_ptr(), selected.data_ptr(), table),
+        *(out.data_ptr(), batch, queries, heads, nope, rotary, latent, value, selected.shape[-1]),
+        *(*q_nope.stride()[:3], *q_rope.stride()[:3], *_strides(rows, pages), *paging, _threads(batch * queries)),
+        scale,
+    )
+    return out
+
+
 def route(
     logits_NE: Tensor, bias_E: Tensor, top_k: int, *, normalise: bool, scaling: float
 ) -> tuple[Tensor, Tensor, Tensor]:
@@ -135,7 +164,45 @@ def grouped_swiglu(x_ND: Tensor, gate_up_EFD: Tensor, down_EDF: Tensor, expert_N
     out = torch.empty(tokens, width)
     _function("glm5_grouped_swiglu", 6, 5, 0)(
         *(x.data_ptr(), gate_up_EFD.data_ptr(), down_EDF.data_ptr(), expert_NM.data_ptr(), weight_NM.data_ptr()),
-        *(out.data_ptr(), tokens, chosen, width, inner, _threads(tokens * chosen)),
+        *(out.data_ptr(), tokens, chosen, width, inner, torch.get_num_threads()),
+    )
+    return out
+
+
+def moe(
+    x_ND: Tensor,
+    router: tuple[Tensor, Tensor],
+    routed: tuple[Tensor, Tensor],
+    shared: tuple[Tensor, Tensor, Tensor] | None,
+    top_k: int,
+    *,
+    normalise: bool,
+    scaling: float,
+) -> Tensor:
+    """A whole MoE of a few tokens, [N, D]: `route`, `grouped_swiglu`, and the shared expert.
+
+    Args:
+        router: weight [E, D] and bias [E]. routed: gate_up [E, 2F, D] and down [E, D, F].
+        shared: gate and up [F', D] and down [D, F'], if there is one.
+    """
+    (tokens, width), (gate_up, down) = x_ND.shape, routed
+    x, out = x_ND.contiguous(), torch.empty(tokens, width)
+    extra = (None, None, None) if shared is None else tuple(w.data_ptr() for w in shared)
+    _function("glm5_moe", 9, 8, 1)(
+        *(x.data_ptr(), router[0].data_ptr(), router[1].data_ptr(), gate_up.data_ptr(), down.data_ptr()),
+        *(*extra, out.data_ptr(), tokens, gate_up.shape[0], top_k, width, down.shape[-1]),
+        *(0 if shared is None else shared[0].shape[0], normalise, torch.get_num_threads(), scaling),
+    )
+    return out
+
+
+def swiglu(x: Tensor, gate: Tensor, up: Tensor, down: Tensor) -> Tensor:
+    """down(silu(gate x) * up x) of a few tokens, in x's shape. gate, up: [F, D]; down: [D, F]."""
+    x, out = x.contiguous(), torch.empty(x.shape)
+    width = x.shape[-1]
+    _function("glm5_swiglu", 5, 4, 0)(
+        *(x.data_ptr(), gate.data_ptr(), up.data_ptr(), down.data_ptr(), out.data_ptr()),
+        *(x.numel() // width, width, gate.shape[0], torch.get_num_threads()),
     )
     return out
 
