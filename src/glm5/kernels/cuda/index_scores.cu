@@ -30,8 +30,9 @@ struct Params {
     const __nv_bfloat16* q;    // [B, T, 32, 128]
     const float* w;            // [B, T, 32]
     const int *first, *last;   // [B, T]
+    const int64_t* table;      // of pages of 64 keys, [B, P], where the keys are a pool; else null
     float* out;                // [B, T, S]
-    int batch, queries, slots, parts, fill;
+    int batch, queries, slots, parts, fill, pages;
     int64_t q_batch_stride, q_stride, q_head_stride, w_batch_stride, w_stride;
 };
 
@@ -63,13 +64,21 @@ __global__ void __launch_bounds__(kThreads, 1)
         const int begin = low + static_cast<int>(static_cast<int64_t>(count) * part / params.parts) + group;
         const int end = low + static_cast<int>(static_cast<int64_t>(count) * (part + 1) / params.parts);
 
+        // Where a tile of keys begins. Known a tile ahead, so that nobody waits for the table.
+        auto place = [&](int tile) {
+            if (!params.table || tile >= end || tid != 0) return tile * kKeys;
+            return static_cast<int>(params.table[batch * params.pages + tile]) * kKeys;
+        };
+        int ahead = place(begin);
         auto request = [&](int tile) {
+            const int row = ahead;
+            ahead = place(tile + kGroups);
             if (tile < end && tid == 0) {
                 const int s = issued % kStages;
                 const uint32_t bar = smem_address(&shared.full[group][s]);
                 barrier_expect(bar, kTileBytes);
-                copy_box(smem_address(shared.k[group][s][0]), &keys, bar, 0, tile * kKeys, batch);
-                copy_box(smem_address(shared.k[group][s][1]), &keys, bar, 64, tile * kKeys, batch);
+                copy_box(smem_address(shared.k[group][s][0]), &keys, bar, 0, row, params.table ? 0 : batch);
+                copy_box(smem_address(shared.k[group][s][1]), &keys, bar, 64, row, params.table ? 0 : batch);
             }
             if (tile < end) ++issued;
         };
@@ -175,17 +184,19 @@ int encode_keys(CUtensorMap* map, const void* k, int batch, int slots, int64_t b
 
 }  // namespace
 
-// Returns a cudaError_t. Outside the intervals the output is -inf if `fill`, else untouched.
-extern "C" int index_scores(const void* q, const void* w, const void* k, const void* first, const void* last, void* out,
-                            int batch, int queries, int slots, int64_t q_batch_stride, int64_t q_stride,
-                            int64_t q_head_stride, int64_t w_batch_stride, int64_t w_stride, int64_t k_batch_stride,
-                            int64_t k_stride, int fill, int parts, int blocks, void* stream) {
+// Returns a cudaError_t. Outside the intervals the output is -inf if `fill`, else untouched. With a `table` of `pages`
+// pages a sequence the keys are one pool of `rows`.
+extern "C" int index_scores(const void* q, const void* w, const void* k, const void* first, const void* last,
+                            const void* table, void* out, int batch, int queries, int slots, int rows, int pages,
+                            int64_t q_batch_stride, int64_t q_stride, int64_t q_head_stride, int64_t w_batch_stride,
+                            int64_t w_stride, int64_t k_batch_stride, int64_t k_stride, int fill, int parts, int blocks,
+                            void* stream) {
     CUtensorMap keys;
-    const int status = encode_keys(&keys, k, batch, slots, k_batch_stride, k_stride);
+    const int status = encode_keys(&keys, k, table ? 1 : batch, rows, k_batch_stride, k_stride);
     if (status) return status;
     const Params params = {static_cast<const __nv_bfloat16*>(q), static_cast<const float*>(w), static_cast<const int*>(first),
-                           static_cast<const int*>(last), static_cast<float*>(out), batch, queries, slots, parts, fill,
-                           q_batch_stride, q_stride, q_head_stride, w_batch_stride, w_stride};
+                           static_cast<const int*>(last), static_cast<const int64_t*>(table), static_cast<float*>(out),
+                           batch, queries, slots, parts, fill, pages, q_batch_stride, q_stride, q_head_stride, w_batch_stride, w_stride};
     cudaFuncSetAttribute(index_scores_kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, sizeof(Shared));
     index_scores_kernel<<<blocks, kThreads, sizeof(Shared), static_cast<cudaStream_t>(stream)>>>(params, keys);
     return cudaGetLastError();

@@ -16,6 +16,7 @@ from torch import Tensor
 from glm5.kernels import triton
 from glm5.kernels.cuda.build import check, library, multiprocessors
 from glm5.kernels.cuda.topk import stable_topk
+from glm5.kernels.pages import Pages
 
 HEADS, WIDTH, QUERIES, KEYS, GROUPS = 32, 128, 4, 64, 3
 _P, _I, _L = ctypes.c_void_p, ctypes.c_int, ctypes.c_int64
@@ -31,6 +32,7 @@ def index_scores(
     fill: bool = True,
     out: Tensor | None = None,
     parts: int | None = None,
+    pages: Pages | None = None,
 ) -> Tensor:
     """Index scores fp32 [B, T, S], -inf outside each query's interval.
 
@@ -41,13 +43,18 @@ def index_scores(
         fill: write -inf outside the intervals; without it those elements keep what `out` held.
         out: contiguous fp32 [B, T, S] to write into.
         parts: pieces into which the keys of 4 queries are cut; None chooses.
+        pages: k_BSI is a pool [1, R, I], and a sequence's keys are where they say, in pages of 64; S is then the slots
+            of its row of the table.
 
     Raises:
         ValueError: a shape, stride or dtype that the kernel does not take.
     """
     batch, queries, heads, width = q_BTJI.shape
-    slots = k_BSI.shape[1]
-    if (heads, width) != (HEADS, WIDTH) or k_BSI.shape != (batch, slots, WIDTH):
+    rows = k_BSI.shape[1]
+    slots = rows if pages is None else pages.table_BP.shape[1] * pages.size
+    if pages is not None and (pages.size != KEYS or not pages.table_BP.is_contiguous()):
+        raise ValueError(f"index_scores takes a contiguous table and pages of {KEYS} keys, not of {pages.size}")
+    if (heads, width) != (HEADS, WIDTH) or k_BSI.shape != (batch if pages is None else 1, rows, WIDTH):
         raise ValueError(f"index_scores takes {HEADS} heads of {WIDTH}, not {heads} of {width}")
     if q_BTJI.dtype != torch.bfloat16 or k_BSI.dtype != torch.bfloat16 or w_BTJ.dtype != torch.float32:
         raise ValueError("index_scores takes bfloat16 queries and keys and float32 weights")
@@ -69,8 +76,10 @@ def index_scores(
     if parts is None:
         parts = choose_parts(blocks, -(-slots // (KEYS * GROUPS)), processors)
     status = _launcher()(
-        q_BTJI.data_ptr(), w_BTJ.data_ptr(), k_BSI.data_ptr(), first_BT.data_ptr(), last_BT.data_ptr(), out.data_ptr(),
-        batch, queries, slots, *strides, fill, parts, min(processors, blocks * parts),
+        q_BTJI.data_ptr(), w_BTJ.data_ptr(), k_BSI.data_ptr(), first_BT.data_ptr(), last_BT.data_ptr(),
+        0 if pages is None else pages.table_BP.data_ptr(), out.data_ptr(),
+        batch, queries, slots, rows, 0 if pages is None else pages.table_BP.shape[1], *strides, fill, parts,
+        min(processors, blocks * parts),
         torch.cuda.current_stream(q_BTJI.device).cuda_stream,
     )  # fmt: skip
     check(status, "index_scores")
@@ -84,7 +93,15 @@ def choose_parts(blocks: int, rounds: int, processors: int) -> int:
 
 
 def index_select(
-    q_BTJI: Tensor, w_BTJ: Tensor, k_BSI: Tensor, first_BT: Tensor, last_BT: Tensor, k: int, *, tile_bytes: int = 2**28
+    q_BTJI: Tensor,
+    w_BTJ: Tensor,
+    k_BSI: Tensor,
+    first_BT: Tensor,
+    last_BT: Tensor,
+    k: int,
+    *,
+    pages: Pages | None = None,
+    tile_bytes: int = 2**28,
 ) -> Tensor:
     """Score and select tile by tile of queries: int32 [B, T, min(k, S)], ascending, -1 padded.
 
@@ -92,13 +109,13 @@ def index_select(
     """
     scores: Callable[..., Tensor] = index_scores if q_BTJI.shape[1] >= QUERIES else triton.index_scores
     return triton.index_select(
-        q_BTJI, w_BTJ, k_BSI, first_BT, last_BT, k, topk=stable_topk, scores=scores, tile_bytes=tile_bytes
+        q_BTJI, w_BTJ, k_BSI, first_BT, last_BT, k, topk=stable_topk, scores=scores, pages=pages, tile_bytes=tile_bytes
     )
 
 
 @functools.cache
 def _launcher() -> Callable[..., int]:
     function = library().index_scores
-    function.argtypes = [_P] * 6 + [_I] * 3 + [_L] * 7 + [_I] * 3 + [_P]
+    function.argtypes = [_P] * 7 + [_I] * 5 + [_L] * 7 + [_I] * 3 + [_P]
     function.restype = _I
     return function

@@ -14,6 +14,8 @@
 // Few queries: a cluster of `splits` blocks shares one query. Partial results stay in shared memory and each block
 // sums its share of the heads over the ranks in a fixed order: no scratch in device memory, no second launch, the same
 // bits on every run. Many queries: a persistent grid whose copies run ahead into the next query.
+#include <limits.h>
+
 #include "hopper.cuh"
 
 using namespace hopper;
@@ -44,12 +46,13 @@ static_assert(kHeads * kPartialStride * 4 <= kStages * kStageBytes, "partial res
 
 struct Params {
     const __nv_bfloat16* q;    // [N, H, 576]
-    const __nv_bfloat16* kv;   // [B, S, 576]
+    const __nv_bfloat16* kv;   // [B, S, 576], or a pool of pages [R, 576]
     const int* selected;       // [N, K], -1 only at the end
+    const int64_t* table;      // of pages, [B, P]: slot s is row table[b, s >> page_shift] << page_shift | s & page_mask
     __nv_bfloat16* out;        // [N, H, 512]
     float* lse;                // [N, H]
-    int queries, heads, keys, queries_per_batch;
-    int64_t q_stride, q_head_stride, kv_batch_stride, kv_stride;
+    int queries, heads, keys, queries_per_batch, page_shift, page_mask;
+    int64_t q_stride, q_head_stride, kv_batch_stride, kv_stride, table_stride;
     float scale_log2;
 };
 
@@ -150,6 +153,7 @@ struct Span {
 struct Cursor {
     int item, step, end;
     const __nv_bfloat16* kv;
+    const int64_t* table;
 };
 
 template <int kSplits>
@@ -182,7 +186,7 @@ __global__ void __launch_bounds__(512, 1) sparse_mla_kernel(const __grid_constan
         give_registers<40>();
         const int row = tid / 8, unit = tid % 8;
         const uint32_t offset = row * 128 + ((unit ^ (row & 7)) << 4);
-        Cursor next = {first_item - item_stride, 0, 0, nullptr};
+        Cursor next = {first_item - item_stride, 0, 0, nullptr, nullptr};
         // To the next step that holds a position, in this query or a later one; this lane's indices of it.
         auto advance = [&](int& low, int& high) {
             while (++next.step >= next.end) {
@@ -190,7 +194,9 @@ __global__ void __launch_bounds__(512, 1) sparse_mla_kernel(const __grid_constan
                 if (next.item >= params.queries) return;
                 const Span span = Span::of<kSplits>(params, next.item, rank, lane);
                 next.step = span.begin - 1, next.end = span.end;
-                next.kv = params.kv + next.item / params.queries_per_batch * params.kv_batch_stride + unit * 8;
+                const int64_t batch = next.item / params.queries_per_batch;
+                next.kv = params.kv + batch * params.kv_batch_stride + unit * 8;
+                next.table = params.table + batch * params.table_stride;
                 if (kSplits == 1) {  // the scorer will want this query's Q soon
                     const __nv_bfloat16* q = params.q + next.item * params.q_stride;
                     for (int i = tid; i < params.heads * kChunks; i += 128)
@@ -202,14 +208,25 @@ __global__ void __launch_bounds__(512, 1) sparse_mla_kernel(const __grid_constan
             low = at < params.keys ? __ldg(selected + at) : -1;
             high = lane < kKeys - 32 && at + 32 < params.keys ? __ldg(selected + at + 32) : -1;
         };
-        // Indices are requested three steps ahead of their use.
-        int low[3] = {-1, -1, -1}, high[3] = {-1, -1, -1};
+        // The page of a slot of the cursor's query. Pages are few: the low words of their numbers say all.
+        auto page = [&](int slot) {
+            const int* at = reinterpret_cast<const int*>(next.table + (slot >> params.page_shift));
+            return params.table && slot >= 0 ? __ldg(at) : 0;
+        };
+        // Indices are requested three steps ahead of their use, their pages two: nobody waits for either.
+        int low[3] = {-1, -1, -1}, high[3] = {-1, -1, -1}, page_low[2] = {0, 0}, page_high[2] = {0, 0};
         const __nv_bfloat16* kv[3];
         bool more[3];
 #pragma unroll
-        for (int i = 0; i < 3; ++i) advance(low[i], high[i]), kv[i] = next.kv, more[i] = next.item < params.queries;
+        for (int i = 0; i < 3; ++i) {
+            advance(low[i], high[i]);
+            kv[i] = next.kv, more[i] = next.item < params.queries;
+            if (i < 2 && more[i]) page_low[i] = page(low[i]), page_high[i] = page(high[i]);
+        }
         for (; more[0]; ++it) {
             const uint32_t valid_low = __ballot_sync(~0u, low[0] >= 0), valid_high = __ballot_sync(~0u, high[0] >= 0);
+            if (low[0] >= 0) low[0] = (page_low[0] << params.page_shift) + (low[0] & params.page_mask);
+            if (high[0] >= 0) high[0] = (page_high[0] << params.page_shift) + (high[0] & params.page_mask);
             const uint32_t s = it % kStages, dst = smem_address(shared.stage[s]) + offset;
             barrier_wait(smem_address(&shared.empty[s]), (it / kStages & 1) ^ 1);
 #pragma unroll
@@ -228,7 +245,11 @@ __global__ void __launch_bounds__(512, 1) sparse_mla_kernel(const __grid_constan
             barrier_arrive_after_copies(full);
 #pragma unroll
             for (int i = 0; i < 2; ++i) low[i] = low[i + 1], high[i] = high[i + 1], kv[i] = kv[i + 1], more[i] = more[i + 1];
-            if (more[1]) advance(low[2], high[2]), kv[2] = next.kv, more[2] = next.item < params.queries;
+            page_low[0] = page_low[1], page_high[0] = page_high[1];
+            if (more[1]) {  // the cursor is still at what has become the second of them
+                page_low[1] = page(low[1]), page_high[1] = page(high[1]);
+                advance(low[2], high[2]), kv[2] = next.kv, more[2] = next.item < params.queries;
+            }
         }
         asm volatile("cp.async.wait_all;" ::: "memory");
         if (kSplits > 1) {
@@ -531,13 +552,17 @@ int sparse_mla_capacity(int splits) {
     return -1;
 }
 
-// Returns a cudaError_t. `splits` as above, or 1; `blocks` is the persistent grid when it is 1.
-int sparse_mla(const void* q, const void* kv, const void* selected, void* out, void* lse, int queries, int heads, int keys,
-               int queries_per_batch, int64_t q_stride, int64_t q_head_stride, int64_t kv_batch_stride, int64_t kv_stride,
-               float scale, int splits, int blocks, void* stream) {
+// Returns a cudaError_t. `splits` as above, or 1; `blocks` is the persistent grid when it is 1. `table` is null, or of
+// pages of 2^page_shift rows, `pages` of them a sequence.
+int sparse_mla(const void* q, const void* kv, const void* selected, const void* table, void* out, void* lse, int queries,
+               int heads, int keys, int queries_per_batch, int pages, int page_shift, int64_t q_stride,
+               int64_t q_head_stride, int64_t kv_batch_stride, int64_t kv_stride, float scale, int splits, int blocks,
+               void* stream) {
+    const int page_mask = table ? (1 << page_shift) - 1 : INT_MAX;
     Params params = {static_cast<const __nv_bfloat16*>(q), static_cast<const __nv_bfloat16*>(kv),
-                     static_cast<const int*>(selected), static_cast<__nv_bfloat16*>(out), static_cast<float*>(lse),
-                     queries, heads, keys, queries_per_batch, q_stride, q_head_stride, kv_batch_stride, kv_stride,
+                     static_cast<const int*>(selected), static_cast<const int64_t*>(table),
+                     static_cast<__nv_bfloat16*>(out), static_cast<float*>(lse), queries, heads, keys, queries_per_batch,
+                     page_shift, page_mask, q_stride, q_head_stride, kv_batch_stride, kv_stride, pages,
                      scale * 1.4426950408889634f};
     cudaStream_t s = static_cast<cudaStream_t>(stream);
     switch (splits) {

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from glm5.kernels.cuda.build import check, library, multiprocessors
+from glm5.kernels.pages import Pages
 
 HEADS, WIDTH, VALUE = 64, 576, 512
 SPLITS = (16, 12, 8, 7, 6, 5, 4, 3, 2, 1)
@@ -27,13 +28,15 @@ def sparse_mla(
     value_dim: int,
     scale: float,
     splits: int | None = None,
+    pages: Pages | None = None,
     out: tuple[Tensor, Tensor] | None = None,
 ) -> tuple[Tensor, Tensor]:
     """softmax(scale * q.k) v over selected rows; keys are whole rows, values their first `value_dim` columns.
 
     Args:
         q_BTHX: bf16 [B, T, H, 576], H <= 64, last dimension contiguous, B and T collapsible.
-        kv_BSX: bf16 [B, S, 576], last dimension contiguous; row and batch strides multiples of 8.
+        kv_BSX: bf16 [B, S, 576], last dimension contiguous; row and batch strides multiples of 8. With `pages` a pool
+            [1, R, 576], of which a sequence's slots are where they say; the size of a page is a power of two.
         selected_BTK: int32 [B, T, K], contiguous, slots below S; -1 only at the end of a row.
         value_dim: 512.
         splits: blocks that share a query, one of SPLITS. None chooses by B * T, so that the choice, and with it
@@ -55,8 +58,14 @@ def sparse_mla(
         raise ValueError("sparse_mla takes bfloat16 q and kv and int32 positions")
     if selected_BTK.shape[:2] != (batch, queries) or not selected_BTK.is_contiguous():
         raise ValueError("sparse_mla takes contiguous positions of shape [B, T, K]")
-    if kv_BSX.shape[0] != batch or kv_BSX.shape[2] != WIDTH:
-        raise ValueError(f"sparse_mla: kv has shape {tuple(kv_BSX.shape)}, expected [{batch}, S, {WIDTH}]")
+    sequences = batch if pages is None else 1
+    if kv_BSX.shape[0] != sequences or kv_BSX.shape[2] != WIDTH:
+        raise ValueError(f"sparse_mla: kv has shape {tuple(kv_BSX.shape)}, expected [{sequences}, S, {WIDTH}]")
+    table, wide, shift = 0, 0, 0
+    if pages is not None:
+        table, wide, shift = pages.table_BP.data_ptr(), pages.table_BP.shape[1], pages.size.bit_length() - 1
+        if pages.size != 1 << shift or not pages.table_BP.is_contiguous() or pages.table_BP.shape[0] != batch:
+            raise ValueError(f"sparse_mla takes a contiguous table of {batch} rows and pages of a power of two")
     collapsible = batch == 1 or q_BTHX.stride(0) == queries * q_BTHX.stride(1)
     strides = (q_BTHX.stride(1), q_BTHX.stride(2), kv_BSX.stride(0), kv_BSX.stride(1))
     unit = q_BTHX.stride(3) == 1 and kv_BSX.stride(2) == 1
@@ -73,14 +82,16 @@ def sparse_mla(
         return out
     if queries == 1:  # a singleton dimension's stride says nothing
         strides = (q_BTHX.stride(0), *strides[1:])
+    if pages is not None:
+        strides = (*strides[:2], 0, strides[3])
     device = q_BTHX.device.index or 0
     if splits is None:
         splits = choose_splits(rows, selected_BTK.shape[-1], device)
     blocks = min(rows, multiprocessors(device))
     stream = torch.cuda.current_stream(q_BTHX.device).cuda_stream
     status = _launcher()(
-        q_BTHX.data_ptr(), kv_BSX.data_ptr(), selected_BTK.data_ptr(), out[0].data_ptr(), out[1].data_ptr(),
-        rows, heads, selected_BTK.shape[-1], queries, *strides, scale, splits, blocks, stream,
+        q_BTHX.data_ptr(), kv_BSX.data_ptr(), selected_BTK.data_ptr(), table, out[0].data_ptr(), out[1].data_ptr(),
+        rows, heads, selected_BTK.shape[-1], queries, wide, shift, *strides, scale, splits, blocks, stream,
     )  # fmt: skip
     check(status, "sparse_mla")
     return out
@@ -113,6 +124,6 @@ def clusters_at_once(splits: int, device: int) -> int:
 @functools.cache
 def _launcher() -> Callable[..., int]:
     function = library().sparse_mla
-    function.argtypes = [_P] * 5 + [_I] * 4 + [_L] * 4 + [ctypes.c_float, _I, _I, _P]
+    function.argtypes = [_P] * 6 + [_I] * 6 + [_L] * 4 + [ctypes.c_float, _I, _I, _P]
     function.restype = _I
     return function

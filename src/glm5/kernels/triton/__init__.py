@@ -1,8 +1,8 @@
 """Fast operators written in Triton, one module each; importing this package does not import triton.
 
-`available()` says whether they can run. The operators: `sparse_mla`, `index_scores`, `index_select`,
-`grouped_swiglu`, `rms_norm`, `swiglu`, `prepare`, `route`, `by_head`. They run on any device that Triton compiles for and, with TRITON_INTERPRET=1, on the CPU.
-`glm5.kernels.cuda` has faster versions of some for Hopper. `docs/kernels.md` has ideas and measurements.
+`available()` says whether they can run, and `_HOME` lists the operators. They run on any device that Triton compiles
+for and, with TRITON_INTERPRET=1, on the CPU. `glm5.kernels.cuda` has faster versions of some for Hopper.
+`docs/kernels.md` has ideas and measurements.
 Read next: `sparse_mla`.
 """
 

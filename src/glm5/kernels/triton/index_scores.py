@@ -17,13 +17,16 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from glm5.kernels.pages import Pages
+
 
 @triton.jit
 def _scores(
-    q_ptr, w_ptr, k_ptr, first_ptr, last_ptr, out_ptr,
-    queries, slots, tiles_each,
+    q_ptr, w_ptr, k_ptr, first_ptr, last_ptr, table_ptr, out_ptr,
+    queries, slots, tiles_each, table_stride,
     q_batch_stride, q_stride, q_head_stride, w_batch_stride, w_stride, k_batch_stride, k_stride, out_stride,
     J: tl.constexpr, I: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_S: tl.constexpr, FILL: tl.constexpr,
+    PAGE: tl.constexpr,
 ):  # fmt: skip
     group = tl.program_id(0)
     part = tl.program_id(1)
@@ -45,7 +48,12 @@ def _scores(
     lowest = tl.min(first_Q, 0)
     highest = tl.max(last_Q, 0)
     out_Q = out_ptr + (batch * queries + query_Q.to(tl.int64)) * out_stride
-    begin = part * tiles_each * BLOCK_S
+    if FILL:
+        begin = part * tiles_each * BLOCK_S
+    else:  # what is seen decides, and not how much there could be
+        lowest = tl.minimum(lowest, slots) // BLOCK_S * BLOCK_S
+        tiles_each = tl.cdiv(tl.cdiv(tl.maximum(highest + 1 - lowest, 0), BLOCK_S), tl.num_programs(1))
+        begin = lowest + part * tiles_each * BLOCK_S
     end = tl.minimum(slots, begin + tiles_each * BLOCK_S)
     seen_from = tl.maximum(begin, lowest // BLOCK_S * BLOCK_S)
     seen_to = tl.minimum(end, highest + 1)
@@ -56,8 +64,12 @@ def _scores(
             tl.store(out_Q[None, :] + s_S[:, None], blank, mask=(s_S < slots)[:, None] & real_Q[None, :])
     for start in range(seen_from, seen_to, BLOCK_S):
         s_S = start + tl.arange(0, BLOCK_S)
+        row_S = s_S.to(tl.int64)
+        if PAGE:
+            page_S = tl.load(table_ptr + batch * table_stride + s_S // PAGE, mask=s_S < slots, other=0)
+            row_S = page_S * PAGE + s_S % PAGE
         k_SI = tl.load(
-            k_ptr + batch * k_batch_stride + s_S[:, None].to(tl.int64) * k_stride + col_I[None, :],
+            k_ptr + batch * k_batch_stride + row_S[:, None] * k_stride + col_I[None, :],
             mask=(s_S < slots)[:, None], other=0.0,
         )  # fmt: skip
         dots_SP = tl.dot(k_SI, tl.trans(q_PI))
@@ -89,6 +101,7 @@ def index_scores(
     warps: int | None = None,
     stages: int | None = None,
     programs: int = 132 * 2,
+    pages: Pages | None = None,
 ) -> Tensor:
     """Index scores fp32 [B, T, S], -inf outside each query's interval.
 
@@ -99,12 +112,14 @@ def index_scores(
         fill: write -inf outside the intervals; without it those elements keep what `out` held.
         out: contiguous fp32 [B, T, S] to write into.
         block_q, block_s, warps, stages, programs: the launch; None takes what was measured best (docs/kernels.md).
+        pages: k_BSI is a pool [1, R, I], and a sequence's keys are where they say; S is then the slots of its row of
+            the table.
 
     Raises:
         ValueError: widths or strides that the kernel does not take.
     """
     batch, queries, heads, width = q_BTJI.shape
-    slots = k_BSI.shape[1]
+    slots = k_BSI.shape[1] if pages is None else pages.table_BP.shape[1] * pages.size
     if any(n < 16 or n & (n - 1) for n in (heads, width)):
         raise ValueError(f"index_scores takes heads and widths that are powers of two from 16, not {heads} x {width}")
     if q_BTJI.stride(3) != 1 or w_BTJ.stride(2) != 1 or k_BSI.stride(2) != 1:
@@ -123,11 +138,12 @@ def index_scores(
     parts = max(1, min(tiles, programs // (groups * batch)))
     each = triton.cdiv(tiles, parts)
     _scores[(groups, triton.cdiv(tiles, each), batch)](
-        q_BTJI, w_BTJ, k_BSI, first_BT, last_BT, out,
-        queries, slots, each,
+        q_BTJI, w_BTJ, k_BSI, first_BT, last_BT, first_BT if pages is None else pages.table_BP, out,
+        queries, slots, each, 0 if pages is None else pages.table_BP.stride(0),
         q_BTJI.stride(0), q_BTJI.stride(1), q_BTJI.stride(2), w_BTJ.stride(0), w_BTJ.stride(1),
-        k_BSI.stride(0), k_BSI.stride(1), slots,
-        J=heads, I=width, BLOCK_Q=block_q, BLOCK_S=block_s, FILL=fill, num_warps=warps, num_stages=stages,
+        k_BSI.stride(0) if pages is None else 0, k_BSI.stride(1), slots,
+        J=heads, I=width, BLOCK_Q=block_q, BLOCK_S=block_s, FILL=fill, PAGE=0 if pages is None else pages.size,
+        num_warps=warps, num_stages=stages,
     )  # fmt: skip
     return out
 
@@ -142,21 +158,22 @@ def index_select(
     *,
     topk: Callable[[Tensor, int, Tensor, Tensor], Tensor],
     scores: Callable[..., Tensor] = index_scores,
+    pages: Pages | None = None,
     tile_bytes: int = 2**28,
 ) -> Tensor:
-    """Score and select tile by tile of queries: int32 [B, T, min(k, S)], ascending, -1 padded.
+    """Score and select tile by tile of queries: int32 [B, T, min(k, S)], ascending, -1 padded. S as in `index_scores`.
 
     Scores of at most `tile_bytes` exist at a time. `topk(scores, k, first, last)` is a stable top-k that reads only the
     slots inside the bounds; `scores` is called like `index_scores`.
     """
     batch, queries = first_BT.shape
-    slots = k_BSI.shape[1]
+    slots = k_BSI.shape[1] if pages is None else pages.table_BP.shape[1] * pages.size
     tile = min(queries, max(1, tile_bytes // (4 * batch * max(1, slots))))
     picked = torch.empty(batch, queries, min(k, slots), dtype=torch.int32, device=q_BTJI.device)
     for start in range(0, queries, tile):
         part = slice(start, min(start + tile, queries))
         first, last = first_BT[:, part].contiguous(), last_BT[:, part].contiguous()
-        scored = scores(q_BTJI[:, part], w_BTJ[:, part], k_BSI, first, last, fill=False)
+        scored = scores(q_BTJI[:, part], w_BTJ[:, part], k_BSI, first, last, fill=False, pages=pages)
         chosen = topk(scored.flatten(0, 1), k, first.flatten(), last.flatten())
         del scored  # so that the next tile's take its place
         picked[:, part] = chosen.view(batch, -1, chosen.shape[-1])
