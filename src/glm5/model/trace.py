@@ -34,7 +34,6 @@ class Trace:
     router: list[tuple[Tensor, Tensor, Tensor]] = field(default_factory=list)
 
 
-@dataclass
 class Aux:
     """What training gathers from the layers, as sums; the caller divides once by global counts.
 
@@ -48,14 +47,15 @@ class Aux:
     tokens per expert, for the router bias; `logit_maxima`, fp32 [H].
     """
 
-    indexer: bool = False
-    balance: bool = False
-    logits: bool = False
-    valid: Tensor | None = None
-    indexer_losses: list[IndexerLoss] = field(default_factory=list)
-    balance_losses: list[Tensor] = field(default_factory=list)
-    loads: list[Tensor] = field(default_factory=list)
-    logit_maxima: list[Tensor] = field(default_factory=list)
+    # No dataclass: FSDP hands modules copies of those that hold tensors with gradients, and would fill in the copies.
+    def __init__(
+        self, *, indexer: bool = False, balance: bool = False, logits: bool = False, valid: Tensor | None = None
+    ) -> None:
+        self.indexer, self.balance, self.logits, self.valid = indexer, balance, logits, valid
+        self.indexer_losses: list[IndexerLoss] = []
+        self.balance_losses: list[Tensor] = []
+        self.loads: list[Tensor] = []
+        self.logit_maxima: list[Tensor] = []
 
     def indexer_kl(self) -> Tensor:
         """Sum of the layers' KL sums; zero where no layer gave one."""

@@ -159,7 +159,7 @@ class World:
     Attributes:
         mesh, device, rank, size.
         dense: DeviceMesh ("pp", "replicate", "shard", "tp"), for all parameters but the experts.
-        expert: DeviceMesh ("pp", "ep", "edp"), for the experts.
+        expert: DeviceMesh ("pp", "edp", "ep"), for the experts.
     """
 
     def __init__(self, mesh: Mesh, device: torch.device) -> None:
@@ -172,14 +172,14 @@ class World:
         self.rank, self.size = dist.get_rank(), dist.get_world_size()
         ranks = torch.arange(mesh.size)
         base = ranks.view(mesh.pp, mesh.dp, mesh.cp, mesh.tp)
-        expert = ranks.view(mesh.pp, mesh.data // mesh.ep, mesh.ep, mesh.tp).transpose(1, 2)
+        expert = ranks.view(mesh.pp, mesh.data // mesh.ep, mesh.ep, mesh.tp).transpose(2, 3)
 
         def build(grid: torch.Tensor, *names: str) -> DeviceMesh:
             return DeviceMesh(device.type, grid.reshape(grid.shape[: len(names)]), mesh_dim_names=names)
 
         self.base = build(base, "pp", "dp", "cp", "tp")
         self.dense = build(base.view(mesh.pp, mesh.replicas, mesh.sharded, mesh.tp), "pp", "replicate", "shard", "tp")
-        self.expert = build(expert.reshape(mesh.pp, mesh.ep, mesh.edp), "pp", "ep", "edp")
+        self.expert = build(expert.reshape(mesh.pp, mesh.edp, mesh.ep), "pp", "edp", "ep")
         self._data = build(base.view(mesh.pp, mesh.data, mesh.tp), "stage", "data", "tensor")
         self._homes: dict[str, DeviceMesh] = dict.fromkeys(("pp", "dp", "cp", "tp"), self.base)
         self._homes |= {"replicate": self.dense, "shard": self.dense, "ep": self.expert, "edp": self.expert}

@@ -1,0 +1,106 @@
+"""Expert parallelism: each rank holds some of the experts, and tokens travel to them and back.
+
+A token goes to each of its experts' ranks by an all-to-all of uneven splits, sorted by expert so that rows leave in the
+order in which they are wanted; the experts run as grouped products on whatever arrived; the way back is the same
+exchange, and the weighted sum over a token's experts is taken where the token lives, in fp32 and in a fixed order. No
+token is dropped, nothing is padded. Ranks of one tensor-parallel group hold the same tokens; each sends its share
+of them, and the results are gathered. Source: report section 2.4; DeepSeek-V3. Read next: `glm5.kernels.moe`, `shard`.
+
+Legend: N tokens · M experts of a token · E experts · e experts of this rank · R ranks.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, Shard
+
+from glm5.kernels.moe import grouped_swiglu
+from glm5.model.glm5 import GLM5
+from glm5.model.moe import Experts, MoE
+from glm5.parallel.collectives import exchanged, joined_rows, split_rows
+from glm5.parallel.mesh import World
+
+
+class ShardedMoE(MoE):
+    """A MoE whose parameters are gathered module by module, so that it never reads its parts' weights itself."""
+
+    def _at_once(self, x_ND: Tensor) -> None:
+        return None
+
+
+class SpreadExperts(Experts):
+    """Experts of which this rank holds `E / R`: parameters are DTensors, Shard(0) over the axis `ep`."""
+
+    world: World
+
+    def forward(self, x_ND: Tensor, expert_NM: Tensor, weight_NM: Tensor) -> Tensor:
+        tensor = self.world.group("tp")
+        if tensor.size() == 1:
+            return self._routed(x_ND, expert_NM, weight_NM)
+        own = self._routed(split_rows(x_ND, tensor), split_rows(expert_NM, tensor), split_rows(weight_NM, tensor))
+        return joined_rows(own, len(x_ND), tensor)
+
+    def _routed(self, x_ND: Tensor, expert_NM: Tensor, weight_NM: Tensor) -> Tensor:
+        """The same for tokens that no other rank has."""
+        group = self.world.group("ep")
+        gate_up, down = local(self.gate_up_proj), local(self.down_proj)
+        tokens, chosen = expert_NM.shape
+        order = expert_NM.flatten().argsort(stable=True)
+        sent_Re = torch.bincount(expert_NM.flatten(), minlength=group.size() * len(gate_up)).view(group.size(), -1)
+        received_Re = torch.empty_like(sent_Re)
+        dist.all_to_all_single(received_Re, sent_Re, group=group)
+        # One wait for the device: the host needs the splits.
+        sent, received = torch.stack((sent_Re.sum(1), received_Re.sum(1))).tolist()
+        rows = x_ND.index_select(0, order.div(chosen, rounding_mode="floor"))
+        arrived = exchanged(rows, received, sent, group)
+        mine = torch.arange(len(gate_up), device=x_ND.device).repeat(group.size())
+        expert = mine.repeat_interleave(received_Re.flatten(), output_size=sum(received))
+        out = _apart(arrived, expert, gate_up, down)
+        back = exchanged(out, sent, received, group)
+        inverse = torch.empty_like(order)
+        inverse[order] = torch.arange(len(order), device=order.device)
+        chosen_NMD = back.index_select(0, inverse).view(tokens, chosen, x_ND.shape[1])
+        return (chosen_NMD.float() * weight_NM[..., None]).sum(1).to(x_ND.dtype)
+
+
+def _apart(rows: Tensor, expert: Tensor, gate_up: Tensor, down: Tensor) -> Tensor:
+    """Each row through its expert. Without rows, a row of zeros keeps the weights' gradients: zeros, not none."""
+    empty = len(rows) == 0
+    if empty:
+        rows, expert = F.pad(rows, (0, 0, 0, 1)), F.pad(expert, (0, 1))
+    ones = torch.ones(len(rows), 1, device=rows.device)
+    out = grouped_swiglu(rows, gate_up, down, expert[:, None], ones)
+    return out[:0] if empty else out
+
+
+def spread_experts(model: GLM5, world: World) -> None:
+    """Keep this rank's experts of every MoE layer. Parameters become DTensors; names and global shapes stay.
+
+    Args:
+        model: the same whole model on every rank.
+    """
+    mesh = world.expert["ep"]
+    place, ranks = world.place("ep"), world.count("ep")
+    for module in model.modules():
+        if not isinstance(module, MoE):
+            continue
+        module.__class__ = ShardedMoE
+        if world.count("ep") == world.count("tp") == 1:
+            continue
+        experts = module.experts
+        for name, parameter in list(experts.named_parameters(recurse=False)):
+            own = parameter.detach().chunk(ranks)[place].clone()
+            whole = DTensor.from_local(
+                own, mesh, [Shard(0)], run_check=False, shape=parameter.shape, stride=parameter.stride()
+            )
+            setattr(experts, name, nn.Parameter(whole, requires_grad=parameter.requires_grad))
+        experts.__class__ = SpreadExperts
+        experts.world = world  # type: ignore[assignment]
+
+
+def local(t: Tensor) -> Tensor:
+    """What this rank holds of a tensor: all of a plain one."""
+    return t.to_local() if isinstance(t, DTensor) else t
