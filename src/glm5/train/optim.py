@@ -8,7 +8,8 @@ Muon (as Moonlight scales it, arXiv:2502.16982) for each matrix W of A x B, with
 
 GLM-5 (report, section 2.1) orthogonalises W_UQ, W_UK and W_UV one head at a time, which keeps attention logits stable
 without clipping. `roles` says how each parameter is cut; A x B is the shape of one cut matrix, and matrices of one
-shape, from all layers, go through one batched iteration. Read next: `docs/optimizer.md`, then the loop.
+shape, from all layers, go through one batched iteration. Across ranks `glm5.parallel.muon` says who orthogonalises
+which matrix; the update stays the same to the last bit. Read next: `docs/optimizer.md`, then the loop.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ import math
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -26,16 +27,21 @@ from glm5.kernels.newton_schulz import newton_schulz
 from glm5.train.roles import Cut, ParamRole, parameter_roles
 from glm5.utils.errors import CheckpointError, NumericalError
 
+if TYPE_CHECKING:
+    from glm5.parallel.muon import Holdings
+    from glm5.train.spread import Spread
+
 __all__ = ["Cut", "MuonSplit", "ParamRole", "clip_grad_norm", "first_nonfinite", "parameter_roles"]
 
 # Elements of one batch of matrices; a larger one only takes memory. A single larger matrix is a batch alone.
 BATCH_ELEMENTS = {"cpu": 1 << 20, "cuda": 1 << 26}
 
-_Squares = defaultdict[str, list[tuple[Tensor, int]]]
+# Of each group: sums of squares, and how many numbers went into each.
+Squares = defaultdict[str, list[tuple[Tensor, float]]]
 
 
 @dataclass(frozen=True)
-class _Slice:
+class Slice:
     """Matrices first .. last - 1 of one cut of one parameter: one run of rows in a batch."""
 
     parameter: nn.Parameter
@@ -55,14 +61,14 @@ class _Slice:
 
 
 @dataclass(frozen=True)
-class _Batch:
+class Batch:
     """Matrices of one shape (the short side first), as far as they fit into one batch."""
 
     short: int
     long: int
     device: torch.device
     dtype: torch.dtype
-    slices: tuple[_Slice, ...]
+    slices: tuple[Slice, ...]
 
 
 class MuonSplit(torch.optim.Optimizer):
@@ -79,6 +85,9 @@ class MuonSplit(torch.optim.Optimizer):
         betas, eps: AdamW's.
         master_weights: keep fp32 copies of bf16 or fp16 parameters and update those. Weights that are loaded into
             the model after the first step do not reach the copies; load them before, or load the state too.
+        holdings: which rank holds which part of the parameters, where they are spread over ranks. State lies as its
+            parameter does, and every rank of the group takes every step. A parameter then has a gradient on all of
+            them or on none, laid out like itself.
 
     State for each parameter: Muon `momentum`; AdamW `step` (int64), `exp_avg`, `exp_avg_sq`; either `master`. All
     floating state is fp32 (float64 for float64 parameters), whatever the parameter's dtype.
@@ -97,6 +106,7 @@ class MuonSplit(torch.optim.Optimizer):
         betas: tuple[float, float] = (0.9, 0.95),
         eps: float = 1e-8,
         master_weights: bool = True,
+        holdings: Holdings | None = None,
     ) -> None:
         roles = [role for role in roles if role.parameter.requires_grad]
         muon = dict(algorithm="muon", momentum=momentum, ns_steps=ns_steps, rms=rms, weight_decay=weight_decay)
@@ -113,6 +123,12 @@ class MuonSplit(torch.optim.Optimizer):
         self._master_weights = master_weights
         self._metric_group = {role.parameter: role.group for role in roles}
         self._batches = _plan(role for role in roles if role.optimizer == "muon")
+        self._holdings = holdings
+        self._spread: Spread | None = None
+        if holdings is not None:
+            from glm5.train.spread import Spread
+
+            self._spread = Spread(holdings, self._batches, sorted({r.group for r in roles}), ns_dtype)
         self._workspace: dict[tuple[torch.device, torch.dtype], Tensor] = {}
         self.update_rms: dict[str, float] = {}
         super().__init__(groups, dict(lr=lr))
@@ -135,29 +151,34 @@ class MuonSplit(torch.optim.Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        squares: _Squares | None = defaultdict(list) if measure else None
+        squares: Squares | None = defaultdict(list) if measure else None
         for group in self.param_groups:
             live = [p for p in group["params"] if p.grad is not None]
+            if self._spread is not None and group["algorithm"] == "muon":
+                self._spread.agree(live)
             if live:
                 (self._muon if group["algorithm"] == "muon" else self._adamw)(group, live, squares)
-                masters = [(p, self.state[p]["master"]) for p in live if "master" in self.state[p]]
+                masters = [p for p in live if "master" in self.state[p]]
                 if masters:
-                    torch._foreach_copy_([p for p, _ in masters], [m for _, m in masters])
+                    torch._foreach_copy_([self._local(p) for p in masters], self._states(masters, "master"))
         if squares is not None:
-            self.update_rms = _root_mean_squares(squares)
+            self.update_rms = _root_mean_squares(squares if self._spread is None else self._spread.total(squares))
         return loss
 
-    def _muon(self, group: dict[str, Any], live: list[nn.Parameter], squares: _Squares | None) -> None:
+    def _muon(self, group: dict[str, Any], live: list[nn.Parameter], squares: Squares | None) -> None:
         mu, lr = group["momentum"], group["lr"]
         for p in live:
             if "momentum" not in self.state[p]:
                 self.state[p]["momentum"] = torch.zeros_like(p, dtype=_state_dtype(p))
-        momenta = [self.state[p]["momentum"] for p in live]
+        momenta = self._states(live, "momentum")
         torch._foreach_mul_(momenta, mu)
-        torch._foreach_add_(momenta, [_grad(p) for p in live])
+        torch._foreach_add_(momenta, [self._grad(p) for p in live])
         weights = [self._weight(p) for p in live]
         torch._foreach_mul_(weights, 1.0 - lr * group["weight_decay"])
         weight_of = dict(zip(live, weights, strict=True))
+        if self._spread is not None:
+            self._spread.muon(group, live, momenta, weights, squares)
+            return
 
         for batch in self._batches:
             places, count = [], 0
@@ -170,7 +191,7 @@ class MuonSplit(torch.optim.Optimizer):
             x_NAB = self._space(batch, count)
             for s, place in places:
                 momentum = self.state[s.parameter]["momentum"]
-                torch.add(s.of(_grad(s.parameter)), s.of(momentum), alpha=mu, out=s.like(x_NAB[place]))
+                torch.add(s.of(self._grad(s.parameter)), s.of(momentum), alpha=mu, out=s.like(x_NAB[place]))
             dtype = self._ns_dtype or default_ns_dtype(batch.device, batch.dtype)
             o_NAB = newton_schulz(x_NAB, group["ns_steps"], dtype=dtype)
             scale = group["rms"] * math.sqrt(batch.long)
@@ -181,7 +202,7 @@ class MuonSplit(torch.optim.Optimizer):
                     norm = torch.linalg.vector_norm(part, dtype=batch.dtype) * scale
                     squares[s.cut.group].append((norm.square(), part.numel()))
 
-    def _adamw(self, group: dict[str, Any], live: list[nn.Parameter], squares: _Squares | None) -> None:
+    def _adamw(self, group: dict[str, Any], live: list[nn.Parameter], squares: Squares | None) -> None:
         (beta1, beta2), lr = group["betas"], group["lr"]
         buckets: dict[tuple[Any, ...], list[nn.Parameter]] = defaultdict(list)
         for p in live:
@@ -193,10 +214,9 @@ class MuonSplit(torch.optim.Optimizer):
             state["step"] += 1
             buckets[p.device, _state_dtype(p), int(state["step"])].append(p)
         for (_, dtype, step), params in buckets.items():
-            grads = [_grad(p).to(dtype) for p in params]
+            grads = [self._grad(p).to(dtype) for p in params]
             weights = [self._weight(p) for p in params]
-            exp_avg = [self.state[p]["exp_avg"] for p in params]
-            exp_avg_sq = [self.state[p]["exp_avg_sq"] for p in params]
+            exp_avg, exp_avg_sq = self._states(params, "exp_avg"), self._states(params, "exp_avg_sq")
             torch._foreach_lerp_(exp_avg, grads, 1.0 - beta1)
             torch._foreach_mul_(exp_avg_sq, beta2)
             torch._foreach_addcmul_(exp_avg_sq, grads, grads, value=1.0 - beta2)
@@ -209,18 +229,36 @@ class MuonSplit(torch.optim.Optimizer):
             torch._foreach_add_(weights, update, alpha=-lr / correction)
             if squares is not None:
                 for p, norm in zip(params, torch._foreach_norm(update), strict=True):
-                    squares[self._metric_group[p]].append(((norm / correction).square(), p.numel()))
+                    copies = 1 if self._holdings is None else self._holdings.replicas(p)
+                    count = self._local(p).numel() / copies
+                    squares[self._metric_group[p]].append(((norm / correction).square() / copies, count))
 
     def _weight(self, p: Tensor) -> Tensor:
-        """The tensor to update: the parameter, or the fp32 copy of a narrower one."""
+        """The tensor to update: the parameter, or the fp32 copy of a narrower one. What this rank holds of it."""
         if p.dtype == _state_dtype(p) or not self._master_weights:
-            return p
+            return self._local(p)
         state = self.state[p]
         if "master" not in state:
             state["master"] = p.detach().to(_state_dtype(p))
-        return state["master"]
+        return self._local(state["master"])
 
-    def _space(self, batch: _Batch, count: int) -> Tensor:
+    def _local(self, t: Tensor) -> Tensor:
+        """What this rank holds of a parameter or state."""
+        return t if self._holdings is None else self._holdings.local(t)
+
+    def _grad(self, p: Tensor) -> Tensor:
+        """What this rank holds of a gradient."""
+        return _grad(p) if self._holdings is None else self._holdings.gradient(p)
+
+    def _laid_out(self, t: Tensor, p: nn.Parameter) -> Tensor:
+        """A state tensor, whole or laid out already, as its parameter lies. Step counts are whole everywhere."""
+        return t if self._holdings is None or t.shape != p.shape else self._holdings.laid_out(t, p)
+
+    def _states(self, params: list[nn.Parameter], key: str) -> list[Tensor]:
+        """What this rank holds of a state of each."""
+        return [self._local(self.state[p][key]) for p in params]
+
+    def _space(self, batch: Batch, count: int) -> Tensor:
         """[count, short, long] of one buffer that all batches of a device and dtype take turns to use."""
         key, needed = (batch.device, batch.dtype), count * batch.short * batch.long
         if key not in self._workspace or self._workspace[key].numel() < needed:
@@ -260,7 +298,7 @@ class MuonSplit(torch.optim.Optimizer):
         self.state.clear()
         for p, found in state.items():
             if found:
-                self.state[p] = {key: _copy_to(t, p.device) for key, t in found.items()}
+                self.state[p] = {key: _copy_to(self._laid_out(t, p), p.device) for key, t in found.items()}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """torch's layout. Unlike torch's own, this keeps every dtype: fp32 momentum of a bf16 parameter stays fp32.
@@ -313,8 +351,14 @@ def first_nonfinite(named_tensors: Iterable[tuple[str, Tensor | None]]) -> str |
 
 
 @torch.no_grad()
-def clip_grad_norm(named_parameters: Iterable[tuple[str, nn.Parameter]], max_norm: float) -> float:
+def clip_grad_norm(
+    named_parameters: Iterable[tuple[str, nn.Parameter]], max_norm: float, holdings: Holdings | None = None
+) -> float:
     """Scale all gradients down to a global L2 norm of at most `max_norm`.
+
+    Args:
+        holdings: where parameters are spread over ranks: the norm is that of everyone's gradients, each element counted
+            once, the same number on every rank. All ranks call this.
 
     Returns:
         The norm before, in fp32, accumulated in the given order. `max_norm=math.inf` only measures.
@@ -322,51 +366,56 @@ def clip_grad_norm(named_parameters: Iterable[tuple[str, nn.Parameter]], max_nor
     Raises:
         NumericalError: the norm is not finite; it names the first bad gradient. Nothing is scaled then.
     """
-    named = [(name, p.grad) for name, p in named_parameters if p.grad is not None]
-    if not named:
+    live = [(name, p) for name, p in named_parameters if p.grad is not None]
+    if not live and holdings is None:
         return 0.0
+    named = [(name, _grad(p) if holdings is None else holdings.gradient(p)) for name, p in live]
     grads = [g for _, g in named]
-    if grads[0].is_cuda:
+    if grads and grads[0].is_cuda:
         norms = list(torch._foreach_norm(grads, 2, dtype=torch.float32))
     else:
         # One long fp32 sum loses digits on a CPU; norms of rows, then of those, do not.
         rows = [torch.linalg.vector_norm(g, dim=-1, dtype=torch.float32) for g in grads]
         norms = [torch.linalg.vector_norm(r) for r in rows]
-    norm = float(torch.linalg.vector_norm(torch.stack([n.to(norms[0].device) for n in norms])))
+    if holdings is None:
+        norm = float(torch.linalg.vector_norm(torch.stack([n.to(norms[0].device) for n in norms])))
+    else:
+        norm = holdings.norm([p for _, p in live], norms)
     if not math.isfinite(norm):
         bad = first_nonfinite(named)
         what = f"gradient of {bad} is not finite" if bad else f"gradient norm {norm} overflows fp32"
+        what = what if bad or holdings is None else "a gradient is not finite, on another rank"
         raise NumericalError(what, "Lower the learning rate, or look at the batch of this step")
     if norm > max_norm:
         torch._foreach_mul_(grads, max_norm / norm)
     return norm
 
 
-def _plan(roles: Iterable[ParamRole]) -> list[_Batch]:
+def _plan(roles: Iterable[ParamRole]) -> list[Batch]:
     """Matrices of one shape, device and precision, from all parameters, in batches of a bounded size."""
-    kinds: dict[tuple[Any, ...], list[_Slice]] = defaultdict(list)
+    kinds: dict[tuple[Any, ...], list[Slice]] = defaultdict(list)
     for role in roles:
         p = role.parameter
         for cut in role.blocks:
             short, long = sorted((cut.height, p.shape[-1]))
-            kinds[short, long, p.device, _state_dtype(p)].append(_Slice(p, cut, 0, cut.matrices))
+            kinds[short, long, p.device, _state_dtype(p)].append(Slice(p, cut, 0, cut.matrices))
     batches = []
     for (short, long, device, dtype), whole in kinds.items():
         limit = max(1, BATCH_ELEMENTS.get(device.type, BATCH_ELEMENTS["cuda"]) // (short * long))
-        part: list[_Slice] = []
+        part: list[Slice] = []
         room = limit
         for s in whole:
             first = 0
             while first < s.last:
                 last = min(s.last, first + room)
-                part.append(_Slice(s.parameter, s.cut, first, last))
+                part.append(Slice(s.parameter, s.cut, first, last))
                 room -= last - first
                 first = last
                 if room == 0:
-                    batches.append(_Batch(short, long, device, dtype, tuple(part)))
+                    batches.append(Batch(short, long, device, dtype, tuple(part)))
                     part, room = [], limit
         if part:
-            batches.append(_Batch(short, long, device, dtype, tuple(part)))
+            batches.append(Batch(short, long, device, dtype, tuple(part)))
     return batches
 
 
@@ -384,7 +433,7 @@ def _state_dtype(p: Tensor) -> torch.dtype:
     return torch.promote_types(p.dtype, torch.float32)
 
 
-def _root_mean_squares(squares: Mapping[str, list[tuple[Tensor, int]]]) -> dict[str, float]:
+def _root_mean_squares(squares: Mapping[str, list[tuple[Tensor, float]]]) -> dict[str, float]:
     out = {}
     for group, parts in sorted(squares.items()):
         total = float(torch.stack([s.cpu() for s, _ in parts]).sum())

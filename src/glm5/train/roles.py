@@ -48,6 +48,11 @@ class Cut:
         """Rows of one of them."""
         return self.rows * self.periods if self.merge else self.rows
 
+    def runs(self, matrix: int) -> tuple[tuple[int, int], ...]:
+        """(first, past the last) of the parameter's rows, leading axes flattened, that make up one of them."""
+        periods = range(self.periods) if self.merge else (matrix,)
+        return tuple((p * self.period + self.start, p * self.period + self.start + self.rows) for p in periods)
+
     def view(self, tensor: Tensor) -> Tensor:
         """[periods, rows, columns], sharing the memory of a contiguous `tensor` of the parameter's shape."""
         return tensor.view(self.periods, self.period, tensor.shape[-1])[:, self.start : self.start + self.rows]
