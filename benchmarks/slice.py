@@ -49,6 +49,7 @@ def build(config: ModelConfig) -> GLM5:
     model.init_weights(0)
     for buffer in model.buffers():
         buffer.zero_()
+    model.lay_out()
     return model
 
 

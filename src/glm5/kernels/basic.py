@@ -107,6 +107,28 @@ def swiglu(gate: Tensor, up: Tensor) -> Tensor:
     return F.silu(gate) * up
 
 
+def lay_side_by_side(*weights: Tensor) -> None:
+    """Move matrices [out_i, in] of one device and dtype behind each other in memory, so that they multiply as one.
+
+    Takes the memory of all of them once more, for a moment. Moving or casting them later undoes it.
+    """
+    with torch.inference_mode(False), torch.no_grad():
+        together = torch.cat([w.detach() for w in weights])
+        for w, part in zip(weights, together.split([w.shape[0] for w in weights]), strict=True):
+            w.data = part
+
+
+def side_by_side(*weights: Tensor) -> Tensor | None:
+    """The matrices [out_i, in] as one, stacked, where they lie like that in memory; else None. Copies nothing."""
+    first = weights[0]
+    storage, end = first.untyped_storage().data_ptr(), first.data_ptr()
+    for w in weights:
+        if w.data_ptr() != end or w.untyped_storage().data_ptr() != storage or not w.is_contiguous():
+            return None
+        end += w.numel() * w.element_size()
+    return first.as_strided((sum(w.shape[0] for w in weights), first.shape[1]), first.stride())
+
+
 # Tokens up to which small products are joined; beyond, a wider result only takes memory.
 JOIN_UP_TO = 16
 

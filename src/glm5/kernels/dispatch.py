@@ -125,6 +125,12 @@ def _cpu_experts(x_ND: Tensor, gate_up_EFD: Tensor, down_EDF: Tensor) -> str | N
     return _plain_fp32(x_ND, gate_up_EFD, down_EDF)
 
 
+def _cpu_absorbed(q_nope: Tensor, *others: Tensor) -> str | None:
+    if q_nope.shape[0] * q_nope.shape[1] > FEW:
+        return f"written for up to {FEW} tokens"
+    return _plain_fp32(q_nope, *others)
+
+
 def _cpu_few(x: Tensor, *weights: Tensor) -> str | None:
     if x.numel() > FEW * x.shape[-1]:
         return f"written for up to {FEW} tokens"
@@ -156,6 +162,34 @@ def _index_select(q_BTJI: Tensor, w_BTJ: Tensor, k_BSI: Tensor) -> str | None:
     return _plain_bf16(q_BTJI, k_BSI)
 
 
+def _rows_at_one_stride(x: Tensor, *weights: Tensor) -> str | None:
+    dense = x.stride(-1) == 1 and (x.ndim == 2 or x.shape[:-2].numel() == 1 or x.is_contiguous())
+    return _plain_bf16(x, *weights) if dense else "takes rows at one stride"
+
+
+def _project(x: Tensor, *weights: Tensor) -> str | None:
+    rotary = weights[3].shape[0] - weights[4].shape[0]
+    if rotary & (rotary - 1):
+        return f"takes rotary widths that are powers of two, not {rotary}"
+    return _rows_at_one_stride(x, *weights)
+
+
+def _absorbed(q_nope: Tensor, rows: Tensor, up: Tensor) -> str | None:
+    if (up.shape[2], rows.shape[-1]) != (512, 576) or q_nope.shape[2] > 64:
+        shape = f"{q_nope.shape[2]} of {rows.shape[-1]}/{up.shape[2]}"
+        return f"takes up to 64 heads of 576/512, not {shape}"
+    nope, value = q_nope.shape[3], up.shape[1] - q_nope.shape[3]
+    if nope % 64 or value % 128:
+        return f"takes heads of multiples of 64 and 128, not {nope} and {value}"
+    return _plain_bf16(q_nope, rows, up)
+
+
+def _route(logits_NE: Tensor, bias_E: Tensor) -> str | None:
+    if torch.is_grad_enabled() and logits_NE.requires_grad:
+        return "has no backward"
+    return None if logits_NE.stride(1) == 1 else "takes contiguous logits"
+
+
 # --------------------------------------------------------------------------- the fast versions
 def _load_sparse_mla() -> Callable[..., Any]:
     from glm5.kernels.cuda import sparse_mla
@@ -163,8 +197,8 @@ def _load_sparse_mla() -> Callable[..., Any]:
     def attend(
         q: Tensor, k: Tensor, v: Tensor, selected: Tensor, visible: Visibility, scale: float, pages: Pages | None
     ) -> Tensor:
-        rows = k[:, :, 0] if pages is None else pages.gather(k[:, :, 0], visible)
-        return sparse_mla(q, rows, selected, value_dim=v.shape[-1], scale=scale)[0]  # without the log-sum-exp
+        rows, value = k[:, :, 0], v.shape[-1]
+        return sparse_mla(q, rows, selected, value_dim=value, scale=scale, pages=pages)[0]  # without the log-sum-exp
 
     return attend
 
@@ -173,17 +207,36 @@ def _load_index_select() -> Callable[..., Any]:
     from glm5.kernels.cuda import index_select
 
     def select(q: Tensor, w: Tensor, keys: Tensor, visible: Visibility, k: int, pages: Pages | None) -> Tensor:
-        keys = keys[:, : visible.slots] if pages is None else pages.gather(keys, visible)
-        first, last = (x.to(torch.int32).contiguous() for x in (visible.first_BT, visible.last_BT))
-        return index_select(q, w, keys, first, last, k)
+        keys = keys[:, : visible.slots] if pages is None else keys
+        first, last = visible.narrow
+        return index_select(q, w, keys, first, last, min(k, visible.slots), pages=pages)
 
     return select
 
 
-def _load_grouped_swiglu() -> Callable[..., Any]:
-    from glm5.kernels.triton import grouped_swiglu
+def _load_absorbed() -> Callable[..., Any]:
+    from glm5.kernels.cuda import sparse_mla
+    from glm5.kernels.triton import by_head
 
-    return grouped_swiglu
+    def attend(
+        q_nope: Tensor, q_rope: Tensor, up: Tensor, rows: Tensor, selected: Tensor, scale: float, pages: Pages | None
+    ) -> Tensor:
+        (batch, queries, _, nope), latent = q_nope.shape, up.shape[2]
+        q = by_head(q_nope.flatten(0, 1), up[:, :nope], q_rope.flatten(0, 1)).unflatten(0, (batch, queries))
+        mixed = sparse_mla(q, rows, selected, value_dim=latent, scale=scale, pages=pages)[0]
+        return by_head(mixed.flatten(0, 1), up[:, nope:].transpose(1, 2)).unflatten(0, (batch, queries))
+
+    return attend
+
+
+def _load_triton(operator: str) -> Callable[[], Callable[..., Any]]:
+    def load() -> Callable[..., Any]:
+        from glm5.kernels import triton
+
+        found: Callable[..., Any] = getattr(triton, operator)
+        return found
+
+    return load
 
 
 def _load_cpu(operator: str) -> Callable[[], Callable[..., Any]]:
@@ -197,9 +250,14 @@ def _load_cpu(operator: str) -> Callable[[], Callable[..., Any]]:
 
 
 OPERATORS: dict[str, tuple[Fast, ...]] = {
-    "rms_norm": (Fast("cpu.rms_norm", _compiler, _cpu_norm, _load_cpu("rms_norm")),),
-    "project": (Fast("cpu.project", _compiler, _cpu_few, _load_cpu("project")),),
-    "prepare": (),
+    "rms_norm": (
+        Fast("triton.rms_norm", _triton, _rows_at_one_stride, _load_triton("rms_norm")),
+        Fast("cpu.rms_norm", _compiler, _cpu_norm, _load_cpu("rms_norm")),
+    ),
+    "project": (
+        Fast("triton.project", _triton, _project, _load_triton("project")),
+        Fast("cpu.project", _compiler, _cpu_few, _load_cpu("project")),
+    ),
     "dense_attention": (),
     "sparse_attention": (
         Fast("cuda.sparse_mla", _hopper, _sparse_mla, _load_sparse_mla),
@@ -209,14 +267,23 @@ OPERATORS: dict[str, tuple[Fast, ...]] = {
         Fast("cuda.index_select", _both, _index_select, _load_index_select),
         Fast("cpu.index_select", _compiler, _plain_fp32, _load_cpu("index_select")),
     ),
-    "absorbed_attention": (Fast("cpu.absorbed_attention", _compiler, _plain_fp32, _load_cpu("absorbed_attention")),),
+    "absorbed_attention": (
+        Fast("cuda.absorbed_attention", _both, _absorbed, _load_absorbed),
+        Fast("cpu.absorbed_attention", _compiler, _cpu_absorbed, _load_cpu("absorbed_attention")),
+    ),
     "indexer_loss": (),
-    "route": (Fast("cpu.route", _compiler, _plain_fp32, _load_cpu("route")),),
+    "route": (
+        Fast("triton.route", _triton, _route, _load_triton("route")),
+        Fast("cpu.route", _compiler, _plain_fp32, _load_cpu("route")),
+    ),
     "grouped_swiglu": (
-        Fast("triton.grouped_swiglu", _triton, _plain_bf16, _load_grouped_swiglu),
+        Fast("triton.grouped_swiglu", _triton, _plain_bf16, _load_triton("grouped_swiglu")),
         Fast("cpu.grouped_swiglu", _compiler, _cpu_experts, _load_cpu("grouped_swiglu")),
     ),
-    "swiglu": (Fast("cpu.swiglu", _compiler, _cpu_few, _load_cpu("swiglu")),),
+    "swiglu": (
+        Fast("triton.swiglu", _triton, _rows_at_one_stride, _load_triton("swiglu")),
+        Fast("cpu.swiglu", _compiler, _cpu_few, _load_cpu("swiglu")),
+    ),
     "moe": (Fast("cpu.moe", _compiler, _cpu_few, _load_cpu("moe")),),
     "linear_cross_entropy": (),
     "newton_schulz": (),

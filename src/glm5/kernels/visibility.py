@@ -7,6 +7,7 @@ form. Read next: `attention`, `indexer`.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -55,6 +56,11 @@ class Visibility:
         if self.offset is None:
             mask = mask & (slot_S >= self.first_BT[..., None])
         return mask
+
+    @cached_property
+    def narrow(self) -> tuple[Tensor, Tensor]:
+        """The bounds as contiguous int32, made once for all layers of a call."""
+        return self.first_BT.to(torch.int32).contiguous(), self.last_BT.to(torch.int32).contiguous()
 
     def count_BT(self) -> Tensor:
         """Visible slots per query; 0 for padding."""

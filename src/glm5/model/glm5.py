@@ -292,6 +292,13 @@ class GLM5(nn.Module):
             if isinstance(module, MLA | SwiGLU):
                 module.forget_joined()
 
+    def lay_out(self) -> None:
+        """Move matrices that multiply the same input side by side in memory, for inference on a GPU: there they then
+        multiply as one. Changes no value and no name; moving or casting the model undoes it."""
+        for module in self.modules():
+            if isinstance(module, MLA | SwiGLU):
+                module.lay_out()
+
     def _checked_ids(self, ids: Tensor) -> Tensor:
         """The ids as a type that an embedding reads."""
         _check_integers("input_ids", ids)

@@ -66,6 +66,10 @@ class SwiGLU(nn.Module):
         """See `kernels.basic.Joined`."""
         self._joined.forget()
 
+    def lay_out(self) -> None:
+        """See `GLM5.lay_out`."""
+        basic.lay_side_by_side(self.gate_proj.weight, self.up_proj.weight)
+
     def forward(self, x: Tensor) -> Tensor:
         fast = pick("swiglu", x, self.gate_proj.weight, self.up_proj.weight, self.down_proj.weight)
         if fast is not None:

@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from glm5.kernels.attention import attention_logit_max, dense_attention, sparse_attention
-from glm5.kernels.basic import JOIN_UP_TO, Joined, rope_interleaved
+from glm5.kernels.basic import Joined, lay_side_by_side, rope_interleaved
 from glm5.kernels.dispatch import pick
 from glm5.kernels.indexer import index_scores, index_select
 from glm5.kernels.indexer_loss import indexer_loss
@@ -76,7 +76,7 @@ class MLA(nn.Module):
             sparse: restrict to the indexer's top-k; False attends to everything visible (before DSA adaptation).
             slot_BT: where new tokens go in the cache, when they don't follow `visible.offset` in every row.
         """
-        few = self._few(x_BTD, rope) if Joined.pays(x_BTD) and self.q_a_proj.bias is None else None
+        few = None if torch.is_grad_enabled() or self.q_a_proj.bias is not None else self._few(x_BTD, rope)
         index_q: tuple[Tensor, Tensor] | None
         if few is not None:
             q_nope, q_rope, rows, index_keys, index_q = few
@@ -170,8 +170,8 @@ class MLA(nn.Module):
         latent, k_rope = kv_BTX.split_with_sizes((self.latent, self.rotary), -1)
         return torch.cat((self.kv_a_layernorm(latent), rope_interleaved(k_rope, rope)), dim=-1)
 
-    def _few(self, x_BTD: Tensor, rope: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor, tuple[Tensor, Tensor]]:
-        """What `forward` makes of x up to attention, for a few tokens: in one call, or by two joined products."""
+    def _few(self, x_BTD: Tensor, rope: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor, tuple[Tensor, Tensor]] | None:
+        """What `forward` makes of x up to attention: by one operator, or of a few tokens by two joined products."""
         indexer, norm, k_norm = self.indexer, self.kv_a_layernorm, self.indexer.k_norm
         query = (self.q_a_proj.weight, self.q_a_layernorm.weight, self.q_b_proj.weight)
         latent = (self.kv_a_proj_with_mqa.weight, norm.weight)
@@ -182,19 +182,26 @@ class MLA(nn.Module):
             eps = (self.q_a_layernorm.eps, norm.eps, k_norm.eps)
             q, rows, keys, *index_q = whole(x_BTD, rope, query, latent, index, heads, eps)
             return *q.split_with_sizes((self.nope, self.rotary), -1), rows, keys, tuple(index_q)
-        downs, ups = (query[0], latent[0], index[1], index[4]), (query[2], index[0])
+        if not Joined.pays(x_BTD):
+            return None
+        downs, ups = self._joinable()
         down = F.linear(x_BTD, self._down.of(*downs))
         q_a, *parts = down.split_with_sizes([w.shape[0] for w in downs], -1)
         up = F.linear(self.q_a_layernorm(q_a), self._up.of(*ups))
-        both = up.split_with_sizes([w.shape[0] for w in ups], -1)
-        fast = pick("prepare", x_BTD, norm.weight)
-        if fast is not None:
-            gains = (norm.weight, norm.eps), (k_norm.weight, k_norm.bias, k_norm.eps)
-            q, rows, keys, *index_q = fast(both, parts, rope, *gains, heads)
-            return *q.split_with_sizes((self.nope, self.rotary), -1), rows, keys, tuple(index_q)
-        (q, index_up), (kv, index_k, index_w) = both, parts
+        (q, index_up), (kv, index_k, index_w) = up.split_with_sizes([w.shape[0] for w in ups], -1), parts
         keys, queries = indexer.turned_keys(index_k, rope), indexer.turned_queries(index_up, index_w, rope)
         return *self._turned(q, rope), self._rows(kv, rope), keys, queries
+
+    def _joinable(self) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
+        """The matrices that multiply x, and those that multiply the query latent."""
+        indexer = self.indexer
+        downs = (self.q_a_proj, self.kv_a_proj_with_mqa, indexer.wk, indexer.weights_proj)
+        return tuple(p.weight for p in downs), (self.q_b_proj.weight, indexer.wq_b.weight)
+
+    def lay_out(self) -> None:
+        """See `GLM5.lay_out`."""
+        for weights in self._joinable():
+            lay_side_by_side(*weights)
 
     def _select(self, index_q: tuple[Tensor, Tensor], part: Part, trace: Trace | None) -> Tensor | None:
         visible = part.visible
@@ -228,8 +235,7 @@ class MLA(nn.Module):
         pages: Pages | None,
     ) -> Tensor:
         up = self.kv_b_proj.weight.view(self.heads, self.nope + self.value, self.latent)
-        few = selected is not None and q_nope.shape[0] * q_nope.shape[1] <= JOIN_UP_TO
-        fast = pick("absorbed_attention", q_nope, rows, up) if few else None
+        fast = pick("absorbed_attention", q_nope, rows, up) if selected is not None else None
         if fast is not None:
             out: Tensor = fast(q_nope, q_rope, up, rows, selected, self.scale, pages)
             return out
@@ -247,6 +253,8 @@ class MLA(nn.Module):
         """Whether the absorbed form does less counted work for this call (multiply-adds per head)."""
         if torch.is_grad_enabled():
             return False
+        if selected is not None and self.o_proj.weight.is_cuda:
+            return True  # the kernels gather as fast as they multiply, and masked products have none
         slots, wide, absorbed = visible.slots, self.nope + self.rotary + self.value, 2 * self.latent + self.rotary
         expand = slots * self.latent * (self.nope + self.value)
         fold = queries * self.latent * (self.nope + self.value)

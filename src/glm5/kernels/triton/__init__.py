@@ -21,8 +21,11 @@ _HOME = {
     "index_select": "glm5.kernels.triton.index_scores",
     "grouped_swiglu": "glm5.kernels.triton.moe",
     "rms_norm": "glm5.kernels.triton.basic",
+    "silu_times": "glm5.kernels.triton.basic",
+    "product": "glm5.kernels.triton.basic",
     "swiglu": "glm5.kernels.triton.basic",
     "prepare": "glm5.kernels.triton.prepare",
+    "project": "glm5.kernels.triton.prepare",
     "route": "glm5.kernels.triton.route",
     "by_head": "glm5.kernels.triton.absorbed",
 }

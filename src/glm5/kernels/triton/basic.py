@@ -1,7 +1,7 @@
-"""RMSNorm and SwiGLU in Triton: one launch each, for decode and prefill.
+"""RMSNorm and SwiGLU in Triton, and products of matrices that share an input.
 
-A program takes a row and computes it in fp32; it rounds where the specification does. Read next: `prepare`;
-`glm5.kernels.basic` for the specification.
+A program takes a row, or a piece of one, and computes it in fp32; it rounds where the specification does. Products are
+cuBLAS's. Read next: `prepare`; `glm5.kernels.basic` for the specification.
 """
 
 # mypy: disallow-untyped-defs=false, disallow-incomplete-defs=false
@@ -9,9 +9,12 @@ A program takes a row and computes it in fp32; it rounds where the specification
 from __future__ import annotations
 
 import torch
+import torch.nn.functional as F
 import triton
 import triton.language as tl
 from torch import Tensor
+
+from glm5.kernels.basic import side_by_side
 
 
 @triton.jit
@@ -39,7 +42,7 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 
 
 @triton.jit
-def _swiglu(gate_ptr, up_ptr, out_ptr, gate_stride, up_stride, F, BLOCK: tl.constexpr):
+def _silu_times(gate_ptr, up_ptr, out_ptr, gate_stride, up_stride, F, BLOCK: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)
     col = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     real = col < F
@@ -50,7 +53,7 @@ def _swiglu(gate_ptr, up_ptr, out_ptr, gate_stride, up_stride, F, BLOCK: tl.cons
     tl.store(out_ptr + row * F + col, act.to(kind) * up, mask=real)
 
 
-def swiglu(gate: Tensor, up: Tensor) -> Tensor:
+def silu_times(gate: Tensor, up: Tensor) -> Tensor:
     """As `glm5.kernels.basic.swiglu`, for rows of contiguous columns that lie at one stride: contiguous."""
     inner = gate.shape[-1]
     gates, ups = gate.flatten(0, -2), up.flatten(0, -2)
@@ -58,5 +61,26 @@ def swiglu(gate: Tensor, up: Tensor) -> Tensor:
     if gates.shape[0]:
         block = min(2048, triton.next_power_of_2(inner))
         grid = (gates.shape[0], triton.cdiv(inner, block))
-        _swiglu[grid](gates, ups, out, gates.stride(0), ups.stride(0), inner, BLOCK=block, num_warps=4)
+        _silu_times[grid](gates, ups, out, gates.stride(0), ups.stride(0), inner, BLOCK=block, num_warps=4)
     return out
+
+
+def product(x: Tensor, *weights: Tensor) -> Tensor:
+    """x times each of the matrices [out_i, in], side by side: [..., sum of out_i], contiguous.
+
+    One product where the matrices lie side by side in memory, else one for each, into the same result.
+    """
+    joined = side_by_side(*weights)
+    if joined is not None:
+        return F.linear(x, joined)
+    out = x.new_empty(*x.shape[:-1], sum(w.shape[0] for w in weights))
+    rows, at = x.flatten(0, -2), 0
+    for w in weights:
+        torch.mm(rows, w.t(), out=out.flatten(0, -2)[:, at : at + w.shape[0]])
+        at += w.shape[0]
+    return out
+
+
+def swiglu(x: Tensor, gate: Tensor, up: Tensor, down: Tensor) -> Tensor:
+    """down(silu(gate x) * up x), in x's shape. gate, up: [F, D]; down: [D, F]."""
+    return F.linear(silu_times(*product(x, gate, up).chunk(2, dim=-1)), down)

@@ -1,9 +1,9 @@
-"""Between an attention layer's joined products and attention, in one launch.
+"""Everything between a layer's input and attention: two joined products, a norm, and one launch for all the rest.
 
-For every token: RMSNorm of the latent and RoPE of the shared key, which together are its cache row; LayerNorm and RoPE
-of the index key; RoPE of all queries and index queries, in place; and the index heads' weights with both scales. One
-program per token does the rows that are cached, others a block of heads each. Source: report section 5 (MLAPO). Read
-next: `absorbed`; `glm5.model.mla` and `glm5.model.indexer` for the specification.
+The launch does, for every token: RMSNorm of the latent and RoPE of the shared key, which together are its cache row;
+LayerNorm and RoPE of the index key; RoPE of all queries and index queries, in place; and the index heads' weights with
+both scales. One program per token does the rows that are cached, others a block of heads each. Source: report section 5
+(MLAPO). Read next: `absorbed`; `glm5.model.mla` and `glm5.model.indexer` for the specification.
 """
 
 # mypy: disallow-untyped-defs=false, disallow-incomplete-defs=false
@@ -14,6 +14,8 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+
+from glm5.kernels.triton.basic import product, rms_norm
 
 HEADS_EACH = 16
 
@@ -140,3 +142,30 @@ def prepare(
             BLOCK_J=triton.next_power_of_2(index), num_warps=4,
         )  # fmt: skip
     return q.unflatten(-1, (main, -1)), rows, keys, index_q.unflatten(-1, (index, -1)), weights
+
+
+def project(
+    x_BTD: Tensor,
+    rope: Tensor,
+    query: tuple[Tensor, Tensor, Tensor],
+    latent: tuple[Tensor, Tensor],
+    indexer: tuple[Tensor, Tensor, Tensor, Tensor, Tensor],
+    heads: tuple[int, int],
+    eps: tuple[float, float, float],
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """Everything that an attention layer makes of x up to attention.
+
+    Args:
+        rope: rotations [B, T, R / 2].
+        query: q_a [Q, D], its norm's gain [Q], q_b [H * (N + R), Q]. latent: kv_a [L + R, D], its norm's gain [L].
+        indexer: wq_b [J * I, Q], wk [I, D], its norm's gain and bias [I], weights_proj [J, D].
+        heads: H and J. eps: of the three norms, in that order.
+
+    Returns:
+        As `prepare`.
+    """
+    (q_a, q_gain, q_b), (kv_a, kv_gain), (wq_b, wk, k_gain, k_bias, weights) = query, latent, indexer
+    downs, ups = (q_a, kv_a, wk, weights), (q_b, wq_b)
+    q_latent, kv, index_k, index_w = product(x_BTD, *downs).split_with_sizes([w.shape[0] for w in downs], -1)
+    q, index_q = product(rms_norm(q_latent, q_gain, eps[0]), *ups).split_with_sizes([w.shape[0] for w in ups], -1)
+    return prepare((q, index_q), (kv, index_k, index_w), rope, (kv_gain, eps[1]), (k_gain, k_bias, eps[2]), heads)
