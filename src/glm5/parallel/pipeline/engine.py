@@ -1,0 +1,302 @@
+"""A pipeline that runs: this rank's stages, torch's schedule over them, and what they share.
+
+    pipeline = build(model, world, layout="E D M*2 | M*3 N P | H", schedule="1f1b")
+    losses = pipeline.step(Work(rows, objective, depths=3))       # gradients are in .grad, as after backward()
+
+The optimizer sees `pipeline.named_parameters()`: every parameter that this rank owns, under its name in the whole
+model. Where the MTP block stands apart from the embedding it reads a copy. The copy is nobody's parameter: it is
+refreshed before each step, and its gradient is added to the embedding's after it. So one optimizer moves it, it counts
+once in the norm, and the two can't drift. Source: report section 2.4. Read next: `layout`, `stage`, `schedule`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
+
+from glm5.model.glm5 import GLM5
+from glm5.parallel.compat import LeanStage, Runtime, hold_gradients, lower, reduce_gradients, settle_gradients
+from glm5.parallel.mesh import ParallelError, World
+from glm5.parallel.pipeline.deferred import WeightGradients
+from glm5.parallel.pipeline.layout import PipelineLayout
+from glm5.parallel.pipeline.schedule import orders, rank_of_stage, schedule, with_reductions
+from glm5.parallel.pipeline.stage import StageModel, Work
+from glm5.utils.errors import ConfigError
+
+
+def build(
+    model: GLM5,
+    world: World,
+    *,
+    layout: str | PipelineLayout = "",
+    schedule: str = "1f1b",
+    stages_per_rank: int = 1,
+    reduce_every: int = 0,
+    wrap: Callable[[StageModel], object] | None = None,
+) -> Pipeline:
+    """Cut a model into stages and keep this rank's.
+
+    Args:
+        model: the same whole model on every rank, `requires_grad` as it will be. It is taken apart: use the pipeline.
+        layout: as text or made; by default balanced for `stages_per_rank` stages on every pipeline rank.
+        schedule: a key of `schedule.SCHEDULES`.
+        reduce_every: pipeline ZeRO-2: with FSDP, reduce a stage's gradients into shards after so many micro-batches; 0
+            is after the last. Two stages of a rank at most hold full gradients, whatever it is.
+        wrap: decorates each stage in place, with FSDP for instance. Gathered parameters stay until the step ends,
+            whatever it asks for: freed between a forward and a split backward pass they would give wrong gradients.
+
+    Raises:
+        ConfigError: layout, schedule, model and ranks do not fit together.
+        ParallelError: ranks were told different things.
+    """
+    return Pipeline(model, world, layout, schedule, stages_per_rank, reduce_every, wrap)
+
+
+class Pipeline:
+    """See `build`.
+
+    Attributes:
+        layout, schedule: as resolved. stages: this rank's, by index.
+    """
+
+    def __init__(
+        self,
+        model: GLM5,
+        world: World,
+        layout: str | PipelineLayout,
+        name: str,
+        stages_per_rank: int,
+        reduce_every: int,
+        wrap: Callable[[StageModel], object] | None,
+    ) -> None:
+        ranks = world.count("pp")
+        if isinstance(layout, str):
+            text = layout
+            layout = (
+                PipelineLayout.parse(text, model.config)
+                if text
+                else PipelineLayout.balanced(model.config, ranks * (schedule(name).stages or stages_per_rank))
+            )
+        self.layout, self.schedule, self.world, self.reduce_every = layout, name, world, reduce_every
+        self.rank_of_stage = rank_of_stage(name, ranks, len(layout))
+        self._agree()
+        first, last = layout.stages[0], layout.stages[-1]
+        if model.config.tie_word_embeddings and first is not last:
+            raise ConfigError("tie_word_embeddings", True, "a head that is the embedding cannot stand on another stage")
+        if reduce_every < 0:
+            raise ConfigError("reduce_every", reduce_every, "must be at least 0")
+        own = [i for i, rank in enumerate(self.rank_of_stage) if rank == world.place("pp")]
+        self.stages = {i: StageModel(model, layout.stages[i]) for i in own}
+        self._weight_gradients: dict[int, WeightGradients] = {}
+        for i, stage in self.stages.items():
+            if wrap is not None:
+                wrap(stage)
+            for module in stage.modules():
+                if isinstance(module, FSDPModule):
+                    module.set_reshard_after_forward(False, recurse=False)
+            if schedule(name).splits:
+                self._weight_gradients[i] = WeightGradients()
+                self._weight_gradients[i].watch(stage)
+        self._runner: tuple[Any, Any, list[RunningStage]] | None = None
+
+    def _agree(self) -> None:
+        mine = (str(self.layout), self.schedule, self.reduce_every)
+        for rank, other in enumerate(self.world.gather_objects(mine, "pp")):
+            if other != mine:
+                what = f"pipeline rank {rank} was given {other}, and rank {self.world.place('pp')} {mine}"
+                raise ParallelError(what, "Start all ranks with the same options and configuration")
+
+    # ------------------------------------------------------------------ what it holds
+    def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
+        """This rank's own parameters, by their names in the whole model; copies of another stage's are left out."""
+        for stage in self.stages.values():
+            for name, parameter in stage.named_parameters():
+                if parameter is not stage.replica:
+                    yield name, parameter
+
+    def modules(self) -> Iterator[nn.Module]:
+        """All modules of this rank's stages."""
+        for stage in self.stages.values():
+            yield from stage.modules()
+
+    # ------------------------------------------------------------------ one step
+    def step(self, work: Work) -> list[Tensor]:
+        """All micro-batches forward and backward; gradients are added to `.grad`.
+
+        Returns:
+            This rank's parts of the loss, detached scalars: their sum over the pipeline's ranks is the step's loss.
+
+        Raises:
+            ConfigError: micro-batches differ in shape, or the schedule cannot run so many.
+        """
+        shapes = {(rows.input_BT.shape[0], rows.input_BT.shape[1]) for rows in work.rows}
+        if len(shapes) != 1:
+            raise ConfigError("micro_batch", sorted(shapes), "every micro-batch of a pipeline must have one shape")
+        made, stages = self._running(len(work.rows), shapes.pop(), work)
+        if work.depths:
+            self._refresh_copy()
+        for stage in stages:
+            stage.begin(work)
+        target = torch.zeros(len(work.rows))  # torch asks for one; the stage of the heads makes the loss itself
+        (made.step if work.joint else made.eval)(target=target, return_outputs=False)
+        if work.joint and any(work.kept(i) for i in range(len(work.rows)) if work.depths):
+            self._add_copys_gradient()
+        return work.losses
+
+    def _running(self, count: int, shape: tuple[int, int], work: Work) -> tuple[Any, list[RunningStage]]:
+        key = (count, shape, work.depths, work.joint)
+        if self._runner is None or self._runner[0] != key:
+            self._runner = None  # its buffers first
+            ranks = self.world.count("pp")
+            planned = orders(self.schedule, ranks, len(self.layout), count)
+            stages = [self._running_stage(i, shape, work.depths) for i in self.stages]
+            made = Runtime(stages, count, loss_fn=_own_loss, scale_grads=False)
+            lower(made, planned)
+            place = self.world.place("pp")
+            made.pipeline_order_with_comms[place] = with_reductions(
+                made.pipeline_order_with_comms[place], self.reduce_every
+            )
+            self._runner = (key, made, stages)
+        return self._runner[1:]
+
+    def _running_stage(self, index: int, shape: tuple[int, int], depths: int) -> RunningStage:
+        model = self.stages[index]
+        dtype = model.dtype
+        mtp = self.layout.holder("mtp")
+
+        def states(after: int) -> tuple[Tensor, ...]:
+            """What leaves stage `after`."""
+            if after == len(self.layout) - 1:
+                return (torch.empty((), device="meta", requires_grad=True),)
+            count = 1 + (depths if mtp is not None and mtp <= after else 0)
+            size = (*shape, model.config.hidden_size)
+            return tuple(torch.empty(size, dtype=dtype, device="meta", requires_grad=True) for _ in range(count))
+
+        gradients = self._weight_gradients.get(index)
+        return RunningStage(
+            model,
+            index,
+            len(self.layout),
+            self.world.device,
+            received=states(index - 1) if index else (),
+            sent=states(index),
+            group=self.world.group("pp"),
+            dw_builder=None if gradients is None else gradients.take,
+            gradients=gradients,
+        )
+
+    # ------------------------------------------------------------------ the MTP block's copy of the embedding
+    def _copy(self) -> tuple[int, int] | None:
+        """The stages of the embedding and of its copy; None if there is no copy."""
+        mtp = self.layout.holder("mtp")
+        if mtp is None or not self.layout.stages[mtp].copies_embedding:
+            return None
+        return 0, mtp
+
+    @torch.no_grad()
+    def _refresh_copy(self) -> None:
+        if (found := self._copy()) is None:
+            return
+        source, target = found
+        original = self._embedding(source)
+        copied = self._embedding(target)
+        moved = self._move(None if original is None else _local(original), source, target, copied)
+        if copied is not None and moved is not None:
+            _local(copied).copy_(moved)
+
+    @torch.no_grad()
+    def _add_copys_gradient(self) -> None:
+        if (found := self._copy()) is None:
+            return
+        target, source = found
+        original, copied = self._embedding(target), self._embedding(source)
+        given = copied if copied is not None else original
+        if given is not None and not given.requires_grad:
+            return
+        grad = None if copied is None or copied.grad is None else _local(copied.grad)
+        moved = self._move(grad, source, target, None if original is None else original.grad)
+        if original is not None and moved is not None:
+            assert original.grad is not None
+            _local(original.grad).add_(moved)
+        if copied is not None:
+            copied.grad = None
+
+    def _embedding(self, stage: int) -> nn.Parameter | None:
+        held = self.stages.get(stage)
+        return None if held is None else held.model.embed_tokens.weight  # type: ignore[return-value]
+
+    def _move(self, tensor: Tensor | None, source: int, target: int, like: Tensor | None) -> Tensor | None:
+        """A tensor from one stage to another: the same where one rank has both."""
+        here, ranks = self.world.place("pp"), self.world.ranks("pp")
+        sender, receiver = self.rank_of_stage[source], self.rank_of_stage[target]
+        if sender == receiver:
+            return tensor
+        if here == sender:
+            assert tensor is not None
+            dist.send(tensor.contiguous(), ranks[receiver], group=self.world.group("pp"))
+        elif here == receiver:
+            assert like is not None
+            found = torch.empty_like(_local(like), memory_format=torch.contiguous_format)
+            dist.recv(found, ranks[sender], group=self.world.group("pp"))
+            return found
+        return None
+
+
+def _local(t: Tensor) -> Tensor:
+    return t.to_local() if isinstance(t, DTensor) else t
+
+
+def _own_loss(loss: Tensor, _target: Tensor) -> Tensor:
+    return loss
+
+
+class RunningStage(LeanStage):
+    """A stage in torch's runtime, for micro-batches of one shape."""
+
+    def __init__(self, *args: Any, gradients: WeightGradients | None, **options: Any) -> None:
+        super().__init__(*args, **options)
+        self.gradients = gradients
+        self.work: Work | None = None
+        self.left = 0
+
+    def begin(self, work: Work) -> None:
+        """Take up a step."""
+        self.work, self.left = work, len(work.rows)
+        hold_gradients(self.submod)
+
+    def forward_one_chunk(
+        self, fwd_chunk_id: int, args: Any, kwargs: Any = None, save_forward_output: bool = True
+    ) -> Any:
+        if self.gradients is not None:
+            self.gradients.mark()
+        given = {"work": self.work, "micro": fwd_chunk_id}
+        out = super().forward_one_chunk(fwd_chunk_id, (), given, save_forward_output=False)
+        if not self.has_backward:  # the forward pass had its own
+            self.left -= 1
+            if self.gradients is not None:
+                self.gradients.take()()
+                settle_gradients(self.submod)
+        return out
+
+    def backward_one_chunk(
+        self, bwd_chunk_id: int, loss: Any = None, full_backward: bool = True, last_backward: bool = False
+    ) -> None:
+        super().backward_one_chunk(bwd_chunk_id, loss, full_backward, last_backward)
+        self.left -= full_backward
+        if full_backward and self.gradients is not None:
+            settle_gradients(self.submod)
+
+    def backward_weight_one_chunk(self, bwd_chunk_id: int, last_backward: bool = False) -> None:
+        super().backward_weight_one_chunk(bwd_chunk_id, last_backward)
+        self.left -= 1
+        settle_gradients(self.submod)
+
+    def perform_reduce_grad(self, grad_scale_factor: int) -> None:
+        if isinstance(self.submod, FSDPModule):
+            reduce_gradients(self.submod, last=self.left == 0)
