@@ -29,6 +29,7 @@ from torch import Tensor
 from glm5.model.config import ModelConfig
 from glm5.model.glm5 import GLM5
 from glm5.model.paged import PagedBatch, PagedCache, Run
+from glm5.serve.graphs import Graphs, recorder_for
 
 BYTES_PER_S, FLOP_PER_S = 4.3e12, 790e12
 PAGE = 64
@@ -144,15 +145,15 @@ def profile(model: GLM5, name: str, make: Callable[[GLM5], Callable[[], Any]]) -
     return [{"part": f"profile of {name}", "batch": 0, "context": 0, "kernels": kernels}]
 
 
-def random_pages(model: GLM5, batch: int, context: int) -> tuple[PagedCache, list[list[int]]]:
-    """A cache whose pages hold random numbers, and a shuffled page table per sequence with room for 64 more."""
-    each = context // PAGE + 1
-    cache = PagedCache(model.config, batch * each, size=PAGE, device="cuda", dtype=torch.bfloat16)
+def random_pages(model: GLM5, batch: int, context: int) -> tuple[PagedCache, list[Run]]:
+    """A cache whose pages hold random numbers and one more that is nobody's, and the last slot of each sequence."""
+    each = context // PAGE
+    cache = PagedCache(model.config, batch * each + 1, size=PAGE, device="cuda", dtype=torch.bfloat16)
     for layer in cache.layers:
         for pool in layer:
             pool.normal_()
     order = torch.randperm(batch * each).view(batch, each).tolist()
-    return cache, order
+    return cache, [Run(table, context - 1, 1) for table in order]
 
 
 def random_ids(model: GLM5, *size: int) -> Tensor:
@@ -162,21 +163,32 @@ def random_ids(model: GLM5, *size: int) -> Tensor:
 # ---- parts --------------------------------------------------------------------------------------------------------
 
 
-def decode_call(model: GLM5, batch: int, context: int) -> Callable[[], Tensor]:
-    """One eager step of `batch` sequences that hold `context` tokens."""
-    cache, tables = random_pages(model, batch, context)
-    ids = random_ids(model, 1, batch)
+def decode_call(model: GLM5, batch: int, context: int, graphs: bool = True) -> Callable[[], Tensor]:
+    """One step of `batch` sequences, each of which sees `context` tokens, to its ids on the device."""
+    cache, runs = random_pages(model, batch, context)
+    ids = random_ids(model, batch, 1).tolist()
+    if graphs:
+        record = recorder_for(model.device)
+        assert record is not None
+        recorded = Graphs(model, cache, spare=batch * (context // PAGE), most=batch, context=context, record=record)
+
+        def replay() -> Tensor:
+            outputs = recorded(runs, ids)
+            assert outputs is not None, "recording failed"
+            return outputs[1].argmax(-1)
+
+        return replay
 
     def call() -> Tensor:
-        paged = PagedBatch(cache, [Run(table, context, 1) for table in tables])
-        return model.lm_head(model.hidden(ids, cache=paged)[0]).argmax(-1)
+        paged = PagedBatch(cache, runs)
+        return model.lm_head(model.hidden(paged.flat(ids), cache=paged)[0]).argmax(-1)
 
     return call
 
 
-def decode(model: GLM5, batch: int, context: int) -> dict[str, Any]:
-    row: dict[str, Any] = {"part": "decode", "batch": batch, "context": context}
-    row["ms"] = median_ms(decode_call(model, batch, context))
+def decode(model: GLM5, batch: int, context: int, graphs: bool) -> dict[str, Any]:
+    row: dict[str, Any] = {"part": "decode" if graphs else "decode, no graph", "batch": batch, "context": context}
+    row["ms"] = median_ms(decode_call(model, batch, context, graphs))
     row["floor_ms"] = decode_floor(model.config, batch, context) * 1e3
     return row
 
@@ -345,7 +357,8 @@ def main() -> None:
         if "decode" in parts:
             for batch in batches:
                 for context in contexts:
-                    add(decode, batch, context)
+                    add(decode, batch, context, True)
+            add(decode, batches[0], contexts[0], False)
         if "prefill" in parts:
             add(prefill, a.prefill)
         if "chunks" in parts:

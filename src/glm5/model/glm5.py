@@ -166,10 +166,12 @@ class GLM5(nn.Module):
     ) -> Tensor:
         """The trunk's hidden states after the final norm, [B, T, D]: what the head and MTP read.
 
-        With a `PagedBatch` input_ids are its flat batch, [1, N]. Whoever changes weights then calls `forget_joined`.
+        With a `PagedBatch` input_ids are its flat batch, [1, N], and its owner's to check: a look at them would wait for
+        the device. Whoever changes weights then calls `forget_joined`.
         `embedded` [B, T, D] enters the first block in place of the ids' embeddings: a pipeline stage's input.
         """
-        input_ids = self._checked_ids(input_ids)
+        if not isinstance(cache, PagedBatch):
+            input_ids = self._checked_ids(input_ids)
         sparse = self.config.sparse if sparse is None else sparse
         if isinstance(cache, PagedBatch):
             place = Placement(cache.visible, cache.position_1N, None, None, None)

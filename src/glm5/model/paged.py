@@ -117,7 +117,7 @@ class PagedBatch:
 
     Attributes:
         offsets: where each run's rows begin in the flat batch. order: the runs in the order of the batch.
-        row_N: each row's place in a pool.
+        row_N: each row's place in a pool. ends_N: whether it is the last of a page.
         position_1N: rotary positions.
     """
 
@@ -128,9 +128,8 @@ class PagedBatch:
         for i, run in enumerate(runs):
             members.setdefault((run.count, -1 if run.count <= GROUP_UP_TO else i), []).append(i)
         self.offsets = [0] * len(runs)
-        self.groups: list[_Group] = []
         self.order = [i for indices in members.values() for i in indices]
-        at, rows, positions = 0, [], []
+        at, parts = 0, []
         for (count, _), indices in members.items():
             wide = max(-(-(runs[i].start + count) // self.size) for i in indices)
             table = [list(runs[i].table[:wide]) for i in indices]
@@ -141,15 +140,24 @@ class PagedBatch:
             # One sequence alone is plainly causal, which the operators know how to use.
             offset = runs[indices[0]].start if len(indices) == 1 and first == 0 else None
             visible = Visibility(torch.full_like(last_BT, first), last_BT, slots, offset)
-            self.groups.append(_Group(at, len(indices), count, visible, pages))
-            rows.append(pages.rows(last_BT).flatten())
-            positions.append((last_BT - first).flatten())
+            parts.append((visible, pages))
             for j, i in enumerate(indices):
                 self.offsets[i] = at + j * count
             at += len(indices) * count
-        self.row_N = torch.cat(rows)
-        self.position_1N = torch.cat(positions)[None]
-        self._ends = (self.position_1N[0] + first) % self.size == self.size - 1
+        self._place(parts, first)
+
+    def _place(self, parts: Sequence[tuple[Visibility, Pages]], first: int) -> None:
+        """Lay out groups of rows behind each other: what those of each see, and where their keys are."""
+        at = 0
+        self.groups: list[_Group] = []
+        for visible, pages in parts:
+            batch, queries = visible.last_BT.shape
+            self.groups.append(_Group(at, batch, queries, visible, pages))
+            at += batch * queries
+        slot_N = torch.cat([visible.last_BT.flatten() for visible, _ in parts])
+        self.row_N = torch.cat([pages.rows(visible.last_BT).flatten() for visible, pages in parts])
+        self.position_1N = (slot_N - first)[None]
+        self.ends_N = slot_N % self.size == self.size - 1
 
     @property
     def visible(self) -> Visibility:
@@ -175,6 +183,6 @@ class PagedBatch:
 
     def keep_hidden(self, hidden_1ND: Tensor) -> None:
         """Keep the trunk's hidden states of slots that end a page."""
-        if self.cache.draft and bool(self._ends.any()):
-            pages = self.row_N[self._ends] // self.size
-            self.cache.hidden[pages] = hidden_1ND[0, self._ends]
+        if self.cache.draft and bool(self.ends_N.any()):
+            pages = self.row_N[self.ends_N] // self.size
+            self.cache.hidden[pages] = hidden_1ND[0, self.ends_N]

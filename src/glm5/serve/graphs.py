@@ -1,0 +1,175 @@
+"""Decode steps as CUDA graphs: one launch in place of some hundred, from buffers that stay where they are.
+
+A step in which every sequence runs equally few ids is padded to a known number of rows and to a known length of page
+tables; for each such pair the model's call is recorded once, when it is first needed, and replayed from then on. What a
+step needs (ids, starts, pages that are new) is copied into the recorded buffers. Padding rows write to a page that is
+nobody's, `spare`, and see only themselves; being equal, they also go to the same few experts.
+
+Where nothing can be recorded, as on a CPU, `Graphs` can run the same buffers through the plain call: that is what its
+tests do. Steps of other shapes (chunks of prompts, more rows than are recorded) are not its business: it returns None,
+and the engine makes its plain call. Read next: `glm5.model.paged`, `engine`.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+from glm5.kernels.pages import Pages
+from glm5.kernels.visibility import Visibility
+from glm5.model.glm5 import GLM5
+from glm5.model.paged import PagedBatch, PagedCache, Run
+
+log = logging.getLogger(__name__)
+
+ROWS = (1, 2, 4, 8, 16, 32, 64, 96, 128, 192, 256)
+# Pages of a table: the operators' work follows what is seen, so that few lengths do.
+PAGES = (64, 256, 1024, 4096)
+MOST_QUERIES = 8  # rows of a sequence: its last id and its drafts
+
+Outputs = tuple[Tensor, Tensor]
+Recorder = Callable[[Callable[[], Outputs]], Callable[[], Outputs]]
+
+
+def recorder_for(device: torch.device) -> Recorder | None:
+    """How calls are recorded on a device; None where they cannot be."""
+    if device.type != "cuda":
+        return None
+    pool = torch.cuda.graph_pool_handle()
+
+    def record(run: Callable[[], Outputs]) -> Callable[[], Outputs]:
+        aside = torch.cuda.Stream()
+        aside.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(aside):  # compiles and allocates what must not happen while recording
+            run()
+            run()
+        torch.cuda.current_stream().wait_stream(aside)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, pool=pool):
+            outputs = run()
+
+        def replay() -> Outputs:
+            graph.replay()
+            return outputs
+
+        return replay
+
+    return record
+
+
+class StaticBatch(PagedBatch):
+    """A `PagedBatch` of sequences with `queries` rows each, whose places come from tensors.
+
+    Args:
+        start_B: int64, the first slot of each sequence's rows. table_BP: int64, its pages. spare: nobody's page.
+    """
+
+    def __init__(self, cache: PagedCache, start_B: Tensor, table_BP: Tensor, queries: int, spare: int) -> None:
+        self.cache, self.size, self.spare = cache, cache.size, spare
+        last_BT = start_B[:, None] + torch.arange(queries, device=start_B.device)
+        visible = Visibility(torch.zeros_like(last_BT), last_BT, table_BP.shape[1] * cache.size)
+        self._place([(visible, Pages(table_BP, cache.size))], first=0)
+
+    def keep_hidden(self, hidden_1ND: Tensor) -> None:
+        """Keep the trunk's hidden states of slots that end a page, without asking whether there are any."""
+        if self.cache.draft:
+            page_N = torch.where(self.ends_N, self.row_N // self.size, self.spare)
+            self.cache.hidden.index_copy_(0, page_N, hidden_1ND[0])
+
+
+class _Step:
+    """One recorded shape: `rows` sequences with `queries` rows each, whose tables have `pages` pages."""
+
+    def __init__(
+        self, model: GLM5, cache: PagedCache, shape: tuple[int, int, int], spare: int, record: Recorder
+    ) -> None:
+        (rows, queries, pages), device = shape, cache.hidden.device
+        self._model, self._cache, self._queries, self._spare = model, cache, queries, spare
+        pinned = device.type == "cuda"
+        self._host_BX = torch.zeros(rows, 1 + queries, dtype=torch.int64, pin_memory=pinned)  # start, ids
+        self._host_table_BP = torch.full((rows, pages), spare, dtype=torch.int64, pin_memory=pinned)
+        self._device_BX, self._table_BP = self._host_BX.to(device), self._host_table_BP.to(device)
+        self._tables: list[tuple[int, ...]] = [()] * rows  # what the host's table holds of each row
+        self._copied = torch.cuda.Event() if pinned else None
+        self._replay = record(self._run)
+
+    def _run(self) -> Outputs:
+        start_B, ids_BT = self._device_BX[:, 0], self._device_BX[:, 1:]
+        batch = StaticBatch(self._cache, start_B, self._table_BP, self._queries, self._spare)
+        hidden_ND = self._model.hidden(ids_BT.reshape(1, -1), cache=batch)[0]
+        return hidden_ND, self._model.lm_head(hidden_ND)
+
+    def __call__(self, runs: Sequence[Run], ids: Sequence[Sequence[int]]) -> Outputs:
+        if self._copied is not None:
+            self._copied.synchronize()  # the device has read what the last step left here
+        rows, changed, pages = [], False, self._table_BP.shape[1]
+        for row, before in enumerate(self._tables):
+            used = row < len(runs)
+            rows.append([runs[row].start, *ids[row]] if used else [0] * (1 + self._queries))
+            table = tuple(runs[row].table[:pages]) if used else ()
+            if table != before:
+                kept = len(before) if table[: len(before)] == before else 0
+                self._host_table_BP[row, kept : len(table)] = torch.tensor(table[kept:], dtype=torch.int64)
+                self._host_table_BP[row, len(table) :] = self._spare
+                self._tables[row], changed = table, True
+        self._host_BX.copy_(torch.tensor(rows))
+        self._device_BX.copy_(self._host_BX, non_blocking=True)
+        if changed:
+            self._table_BP.copy_(self._host_table_BP, non_blocking=True)
+        if self._copied is not None:
+            self._copied.record()
+        hidden_ND, logits_NV = self._replay()
+        n = len(runs) * self._queries
+        return hidden_ND[:n], logits_NV[:n]
+
+
+class Graphs:
+    """The recorded steps of one engine.
+
+    Args:
+        cache: has a page more than is given out, `spare`.
+        most: sequences of a step at most. context: slots of a sequence at most.
+        record: see `recorder_for`.
+
+    Attributes:
+        replayed: steps that ran from a recording.
+    """
+
+    def __init__(
+        self, model: GLM5, cache: PagedCache, *, spare: int, most: int, context: int, record: Recorder
+    ) -> None:
+        self._model, self._cache, self._spare, self._record = model, cache, spare, record
+        longest = -(-context // cache.size)
+        self._rows = [*(n for n in ROWS if n < most), min(most, ROWS[-1])]
+        self._pages = [*(n for n in PAGES if n < longest), longest]
+        self._steps: dict[tuple[int, int, int], _Step] = {}
+        self._broken = False
+        self.replayed = 0
+
+    def __call__(self, runs: Sequence[Run], ids: Sequence[Sequence[int]]) -> Outputs | None:
+        """The trunk's hidden states [n * queries, D] after the final norm and their logits, valid until the next step;
+        None if this step has to be run plainly."""
+        queries, slots = runs[0].count, max(run.start + run.count for run in runs)
+        odd = queries > MOST_QUERIES or any(run.count != queries for run in runs)
+        if self._broken or odd or len(runs) > self._rows[-1] or slots > self._pages[-1] * self._cache.size:
+            return None
+        rows = next(n for n in self._rows if n >= len(runs))
+        pages = next(n for n in self._pages if n * self._cache.size >= slots)
+        shape = rows, queries, pages
+        if shape not in self._steps:
+            log.info("recording a step of %d sequences, %d rows each, tables of %d pages", *shape)
+            try:
+                self._steps[shape] = _Step(self._model, self._cache, shape, self._spare, self._record)
+            except RuntimeError as problem:
+                log.warning("steps run plainly, without CUDA graphs: %s", str(problem).splitlines()[0])
+                self._broken = True
+                return None
+        self.replayed += 1
+        return self._steps[shape](runs, ids)
+
+    def forget(self) -> None:
+        """Record anew: the weights have moved."""
+        self._steps.clear()
