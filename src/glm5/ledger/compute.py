@@ -10,6 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from fractions import Fraction
 
+from glm5.data.balance import CostModel
 from glm5.ledger.devices import Device
 from glm5.ledger.params import active_parameters
 from glm5.model.config import ModelConfig
@@ -99,6 +100,22 @@ def mtp_flops(config: ModelConfig, length: int, sparse: bool = True) -> int:
 def training_flops(config: ModelConfig, length: int, sparse: bool = True, mtp_depths: int = 0) -> int:
     """FLOP of forward and backward over one sequence: three times the forward pass, without recomputation."""
     return 3 * (forward_flops(config, length, sparse) + mtp_depths * mtp_flops(config, length, sparse))
+
+
+def training_cost(config: ModelConfig, sparse: bool = True) -> CostModel:
+    """What `glm5.data.balance` weighs work by: FLOP of the trunk, forward and backward, as `training_flops` counts.
+
+    Gathering a token's latent row and index key for a layer, and summing their gradients in fp32, is counted at the
+    FLOP that a device of 400 TFLOP/s would do while they travel at 300 GB/s. A micro-step costs as much as 256 tokens.
+    """
+    layers = config.num_hidden_layers
+    token = 3 * linear_flops(config)
+    row = (config.latent_dim + (config.index_head_dim if sparse else 0)) if config.attention == "mla" else 0
+    moved = layers * row * (2 + 4) * (400e12 / 300e9)
+    searched = sparse and config.attention == "mla"
+    pair = 3 * layers * pair_flops(config, absorbed=searched)
+    score = 3 * layers * indexer_pair_flops(config) if searched else 0
+    return CostModel(token, pair, score, config.index_topk if searched else None, moved, 256 * token)
 
 
 def crossover_length(config: ModelConfig) -> int | None:
