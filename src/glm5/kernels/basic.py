@@ -18,12 +18,13 @@ from glm5.kernels.dispatch import pick
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """RMSNorm over the last axis: fp32 statistics, cast back to x's dtype, then times `weight`."""
-    if torch.is_grad_enabled() and (x.requires_grad or weight.requires_grad):
-        return _RMSNorm.apply(x, weight, eps)
-    fast = pick("rms_norm", x, weight)
+    grad = torch.is_grad_enabled() and (x.requires_grad or weight.requires_grad)
+    fast = pick("train_rms_norm" if grad else "rms_norm", x, weight)
     if fast is not None:
         normed: Tensor = fast(x, weight, eps)
         return normed
+    if grad:
+        return _RMSNorm.apply(x, weight, eps)
     return (x * _inverse_rms(x, eps)).to(x.dtype) * weight
 
 
@@ -104,6 +105,10 @@ def _even(x: Tensor) -> Tensor:
 
 def swiglu(gate: Tensor, up: Tensor) -> Tensor:
     """silu(gate) * up."""
+    fast = pick("train_swiglu", gate, up) if gate.requires_grad or up.requires_grad else None
+    if fast is not None:
+        out: Tensor = fast(gate, up)
+        return out
     return F.silu(gate) * up
 
 
@@ -148,8 +153,9 @@ class Joined:
 
     @staticmethod
     def pays(x_BTD: Tensor) -> bool:
-        """Whether launches outweigh the products: few tokens, and no gradients to separate."""
-        return x_BTD.numel() <= JOIN_UP_TO * x_BTD.shape[-1] and not torch.is_grad_enabled()
+        """Whether calls outweigh the products: few tokens, and no gradients to separate. On a GPU a copy would have to
+        outlive every graph that was recorded with it; there, `lay_side_by_side` joins without one."""
+        return x_BTD.is_cpu and x_BTD.numel() <= JOIN_UP_TO * x_BTD.shape[-1] and not torch.is_grad_enabled()
 
     def forget(self) -> None:
         """Read the weights again at the next call."""
