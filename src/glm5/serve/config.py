@@ -25,3 +25,5 @@ class EngineConfig:
     """Tokens of one step."""
     chunk: int = 2048
     """Tokens of one prompt in a step."""
+    cuda_graphs: bool = True
+    """Record decode steps as CUDA graphs, and replay them: on a GPU, where it changes no answer."""

@@ -25,6 +25,7 @@ from glm5.model.speculate import SpeculationStats
 from glm5.model.weights import disk_tensors
 from glm5.serve.client import PauseMode, Stats, WeightGroup, WeightUpdate
 from glm5.serve.config import EngineConfig
+from glm5.serve.graphs import Graphs, recorder_for
 from glm5.serve.pages import PAGE_SIZE, PagePool
 from glm5.serve.prefix import PrefixTree
 from glm5.serve.request import Delta, Request, TokenInfo, check
@@ -81,7 +82,13 @@ class Engine:
             pages = min(int(config.memory_gib * 2**30 // one), config.max_running * -(-self.context // PAGE_SIZE))
         if pages < 1:
             raise ConfigError("memory_gib", config.memory_gib, "holds no page")
-        self.cache = PagedCache(self.model.config, pages, config.host_pages, size=PAGE_SIZE, **options)
+        record = recorder_for(device) if config.cuda_graphs else None
+        spare = record is not None  # a page that is nobody's, for padding
+        self.cache = PagedCache(self.model.config, pages + spare, config.host_pages, size=PAGE_SIZE, **options)
+        self._graphs = None
+        if record is not None:
+            limits = dict(most=config.max_running, context=self.context)
+            self._graphs = Graphs(self.model, self.cache, spare=pages, record=record, **limits)
         self.pool = PagePool(pages, config.host_pages, page_size=PAGE_SIZE)
         self.tree = PrefixTree(self.pool, version=self.weight_version)
         self.scheduler = Scheduler(
@@ -126,25 +133,35 @@ class Engine:
             self.cache.copy(copy.kind, copy.source, copy.target)
         if not plan.items:
             return []
-        drafts, hidden = self._run(plan)
-        chosen = self._choose(plan, drafts, hidden)
+        drafts, hidden, logits = self._run(plan)
+        chosen = self._choose(plan, drafts, hidden, logits)
         return self._commit(plan, drafts, chosen)
 
-    def _run(self, plan: Plan) -> tuple[list[list[int]], list[Tensor]]:
-        """Drafts of each item, and the trunk's hidden states of its slots, [slots, D]."""
+    def _run(self, plan: Plan) -> tuple[list[list[int]], list[Tensor], Tensor | None]:
+        """Drafts of each item, the trunk's hidden states of its slots, [slots, D], and, of a step that was recorded, the
+        logits of all of them."""
         items = plan.items
         drafts: list[list[int]] = [[] for _ in items]
         if self._drafter is not None:
             drafts = self._drafter.propose(items, [self._answers[item.sequence].state for item in items])
-        batch = PagedBatch(self.cache, [Run(item.pages, item.start, item.slots) for item in items])
+        runs = [Run(item.pages, item.start, item.slots) for item in items]
         ids = [i.sequence.ids[i.start : i.start + i.count] + d for i, d in zip(items, drafts, strict=True)]
-        flat = self.model.hidden(batch.flat(ids), cache=batch)[0]
-        hidden = [flat[at : at + item.slots] for at, item in zip(batch.offsets, items, strict=True)]
+        recorded = None
+        if self._graphs is not None and all(item.count == len(item.answers) == 1 for item in items):
+            recorded = self._graphs(runs, ids)
+        if recorded is not None:
+            hidden = list(recorded[0].split(items[0].slots))
+        else:
+            batch = PagedBatch(self.cache, runs)
+            flat = self.model.hidden(batch.flat(ids), cache=batch)[0]
+            hidden = [flat[at : at + item.slots] for at, item in zip(batch.offsets, items, strict=True)]
         if self._drafter is not None:
             self._drafter.follow(items, hidden)
-        return drafts, hidden
+        return drafts, hidden, None if recorded is None else recorded[1]
 
-    def _choose(self, plan: Plan, drafts: list[list[int]], hidden: list[Tensor]) -> dict[Sequence, Chosen]:
+    def _choose(
+        self, plan: Plan, drafts: list[list[int]], hidden: list[Tensor], logits: Tensor | None
+    ) -> dict[Sequence, Chosen]:
         """What every answer gets: of the rows after an item's last id and after each of its drafts."""
         answers, ahead, rows = [], [], []
         for item, tried, hidden_TD in zip(plan.items, drafts, hidden, strict=True):
@@ -155,7 +172,8 @@ class Engine:
                 rows.append(hidden_TD[item.count - 1 :])
         if not answers:
             return {}
-        logits = self.model.lm_head(torch.cat(rows))
+        if logits is None:
+            logits = self.model.lm_head(torch.cat(rows))
         chosen = self._sampler.choose(logits, [self._answers[answer].state for answer in answers], ahead)
         return dict(zip(answers, chosen, strict=True))
 
@@ -277,4 +295,5 @@ class Engine:
             "bytes_per_page": self.cache.nbytes_per_page(),
             "accept_length": self.speculation.accept_length,
             "acceptance": self.speculation.acceptance,
+            "recorded_steps": self._graphs.replayed if self._graphs is not None else 0,
         }
