@@ -88,8 +88,9 @@ class Tier:
         self._change(page, refs=-1, cached=False)
 
     def pin(self, page: int) -> None:
-        """Don't give the page out again before a matching `unpin`, whoever releases it."""
-        self._held(page)
+        """Don't give the page out again before a matching `unpin`, whoever releases it. It must be held or pinned."""
+        if not (0 <= page < self.count and (self.refs[page] or self.pins[page])):
+            raise PageError(f"{self.name} page {page}: nobody holds or pins it")
         self._change(page, pins=1)
 
     def unpin(self, page: int) -> None:

@@ -81,6 +81,16 @@ class SamplingParams:
 
 
 @dataclass(frozen=True)
+class PageSource:
+    """Where the cache entries of a prompt's first `tokens` ids lie: with the worker at `address`, under the name
+    `lease`."""
+
+    address: str
+    lease: str
+    tokens: int
+
+
+@dataclass(frozen=True)
 class Request:
     """One prompt.
 
@@ -88,6 +98,8 @@ class Request:
         input_ids: the prompt's ids, at least one.
         rid: its name, unique among those alive. priority: higher goes first; equal ones in order of arrival.
         arrival: seconds of `time.monotonic`.
+        lease: keep the prompt's pages after the end, for a peer to fetch, until the lease of this name is returned.
+        source: fetch pages from there where they are not known here; what cannot be fetched is read.
     """
 
     input_ids: Sequence[int]
@@ -95,6 +107,8 @@ class Request:
     rid: str = field(default_factory=lambda: uuid.uuid4().hex)
     priority: int = 0
     arrival: float = field(default_factory=time.monotonic)
+    lease: bool = False
+    source: PageSource | None = None
 
 
 @dataclass(frozen=True)

@@ -46,6 +46,8 @@ class Engine(Protocol):
 
     @property
     def has_work(self) -> bool: ...
+    def check(self, request: Request) -> int: ...
+    def return_lease(self, name: str) -> None: ...
     def add(self, request: Request) -> None: ...
     def abort(self, rid: str) -> None: ...
     def step(self) -> list[Delta]: ...
@@ -148,7 +150,7 @@ class Runner:
         return replace(self._stats, steps=self._steps)
 
     async def info(self) -> dict[str, Any]:
-        return await self._call(self._engine.info)
+        return await self.call(self._engine.info)
 
     async def generate(self, request: Request) -> Answers:
         if request.rid in self._names:
@@ -156,7 +158,7 @@ class Runner:
         self._names.add(request.rid)
         inbox: asyncio.Queue[Delta] = asyncio.Queue()
         try:
-            await self._call(lambda: self._add(request, inbox))
+            await self.call(lambda: self._add(request, inbox))
         except BaseException:
             self._names.discard(request.rid)
             # Cancelled while the command was under way: it may have been carried out.
@@ -170,45 +172,53 @@ class Runner:
             self._commands.put(lambda: self._close(rid))
 
     async def abort(self, rid: str | None) -> None:
-        await self._call(lambda: self._abort(rid))
+        await self.call(lambda: self._abort(rid))
 
     async def pause(self, mode: PauseMode) -> None:
         if mode == "wait":
-            await self._call(lambda: self._pause("wait"))
+            await self.call(lambda: self._pause("wait"))
             while self._running_count():
                 await asyncio.sleep(0.01)
             mode = "keep"
-        await self._call(lambda: self._pause(mode))
+        await self.call(lambda: self._pause(mode))
 
     async def resume(self) -> None:
-        await self._call(self._resume)
+        await self.call(self._resume)
 
     async def flush(self) -> bool:
-        return await self._call(self._engine.flush_cache)
+        return await self.call(self._engine.flush_cache)
 
     async def update_weights(self, update: WeightUpdate) -> None:
-        await self._call(lambda: self._engine.update_weights(update))
+        await self.call(lambda: self._engine.update_weights(update))
 
     async def join_group(self, group: WeightGroup) -> None:
-        await self._call(lambda: self._engine.join_group(group))
+        await self.call(lambda: self._engine.join_group(group))
 
     async def leave_group(self, group_name: str) -> None:
-        await self._call(lambda: self._engine.leave_group(group_name))
+        await self.call(lambda: self._engine.leave_group(group_name))
 
     async def checksum(self) -> dict[str, str]:
-        return await self._call(self._engine.checksum)
+        return await self.call(self._engine.checksum)
 
     async def release_memory(self, tags: tuple[str, ...]) -> None:
-        await self._call(lambda: self._engine.release_memory(tags))
+        await self.call(lambda: self._engine.release_memory(tags))
 
     async def resume_memory(self, tags: tuple[str, ...]) -> None:
-        await self._call(lambda: self._engine.resume_memory(tags))
+        await self.call(lambda: self._engine.resume_memory(tags))
+
+    async def check(self, request: Request) -> int:
+        """See `Engine.check`."""
+        return await self.call(lambda: self._engine.check(request))
+
+    async def return_lease(self, name: str) -> None:
+        """See `Engine.return_lease`."""
+        await self.call(lambda: self._engine.return_lease(name))
 
     async def probe(self, timeout_s: float) -> bool:
         try:
             async with asyncio.timeout(timeout_s):
                 if self.paused:
-                    await self._call(lambda: None)
+                    await self.call(lambda: None)
                     return True
                 before = self._steps
                 if self._running_count() == 0:
@@ -226,7 +236,7 @@ class Runner:
     def _running_count(self) -> int:
         return len(self._open) - len(self._held)
 
-    async def _call(self, work: Callable[[], T]) -> T:
+    async def call(self, work: Callable[[], T]) -> T:
         """Carry out `work` in the engine's thread between two steps; its exception is raised here."""
         if self._failure:
             raise Unavailable(self._failure)

@@ -12,7 +12,9 @@ Order is by priority, then arrival, and strict:
   so that coming back is mostly a prefix hit; its ids are kept.
 
 A sequence that was planned is in flight until its plan is committed: it is not planned again, not preempted, and its
-pages stay, even if it is aborted. So a plan can be made while another runs. Read next: `sequence`, `engine`.
+pages stay, even if it is aborted. So a plan can be made while another runs. One that waits for pages of a peer
+(`Request.source`) is in flight in the same way, until `end_load`. The other side keeps pages under a lease.
+Read next: `sequence`, `engine`.
 """
 
 from __future__ import annotations
@@ -23,8 +25,8 @@ from collections.abc import Mapping
 
 from glm5.serve.pages import PageError, PagePool
 from glm5.serve.prefix import Node, PrefixTree
-from glm5.serve.request import Finish, Request
-from glm5.serve.sequence import Item, Order, Outcome, Plan, Sequence
+from glm5.serve.request import Finish, PageSource, Request
+from glm5.serve.sequence import Item, Lease, Order, Outcome, Plan, Sequence
 from glm5.utils.errors import ConfigError, UserError
 
 
@@ -39,6 +41,7 @@ class Scheduler:
 
     Attributes:
         running, waiting: in order. preemptions: how often pages were taken from a running sequence.
+        leases: by the request's name: pages kept after its end.
 
     Raises:
         ConfigError: a number is out of range, or a step could not hold every running sequence.
@@ -73,7 +76,9 @@ class Scheduler:
         self.waiting: list[Sequence] = []
         self.preemptions = 0
         self._alive: dict[str, list[Sequence]] = {}
+        self.leases: dict[str, Lease] = {}
         self._serial = itertools.count()
+        self._loads: list[tuple[Item, PageSource]] = []
 
     @property
     def has_work(self) -> bool:
@@ -86,7 +91,7 @@ class Scheduler:
         Raises:
             UserError: its name is in use, or it could never fit into the pages.
         """
-        if request.rid in self._alive:
+        if request.rid in self._alive or request.rid in self.leases:
             raise UserError(f"rid={request.rid!r}: a request of this name is alive", "give each request its own rid")
         prompt, new = len(request.input_ids), request.params.max_new_tokens
         limit = self.context if new is None else min(self.context, prompt + new)
@@ -101,7 +106,7 @@ class Scheduler:
             Sequence(request, i, limit, (-request.priority, request.arrival, serial, i), list(request.input_ids))
             for i in range(request.params.n)
         ]
-        first.siblings = tuple(others)
+        first.siblings, first.source = tuple(others), request.source
         self._alive[request.rid] = list(answers)
         bisect.insort(self.waiting, first, key=_order)
         return answers
@@ -112,6 +117,39 @@ class Scheduler:
         for sequence in ended:
             self._end(sequence, Finish("abort"))
         return ended
+
+    def return_lease(self, rid: str) -> None:
+        """The peer has what it wanted, or will never want it. An unknown name is no error."""
+        lease = self.leases.pop(rid, None)
+        if lease is not None:
+            self.unpin(lease)
+
+    def pin(self, lease: Lease) -> None:
+        """Keep the pages of a lease, even if it is returned, until `unpin`."""
+        for page in lease.pages:
+            self.pool.device.pin(page)
+
+    def unpin(self, lease: Lease) -> None:
+        """Take back one `pin`."""
+        for page in lease.pages:
+            self.pool.device.unpin(page)
+
+    def take_loads(self) -> tuple[tuple[Item, PageSource], ...]:
+        """The loads ordered since the last call. Whoever takes them ends them."""
+        loads, self._loads = tuple(self._loads), []
+        return loads
+
+    def end_load(self, item: Item, *, filled: bool) -> None:
+        """A load is over: its slots were filled, all of them, or it is as if there had been no source."""
+        sequence = item.sequence
+        if sequence.item is not item:
+            raise PageError(f"{sequence.request.rid}: this load is not in flight")
+        sequence.item = None
+        if sequence.state == "finished":
+            self._release(sequence)
+        elif filled:
+            sequence.computed = item.start + item.count
+            self._publish(sequence)
 
     def retract_all(self) -> None:
         """Take the pages of all that run, ids kept: they are read again when they come back, under the weights of then.
@@ -152,7 +190,7 @@ class Scheduler:
                     item = self._hand_out(sequence, self._chunk(sequence, left))
                     items.append(item)
                     left -= item.slots
-        return Plan(self.pool.take_copies(), tuple(items))
+        return Plan(self.pool.take_copies(), tuple(items), self.take_loads())
 
     def commit(self, plan: Plan, outcomes: Mapping[Sequence, Outcome]) -> list[Sequence]:
         """Take in what a plan gave.
@@ -282,6 +320,11 @@ class Scheduler:
         sequence.cache_version = self.tree.version
         self.waiting.remove(sequence)
         self._run(sequence)
+        source, sequence.source = sequence.source, None
+        if source is not None and source.tokens > sequence.computed:
+            table = tuple(sequence.pages[: self.pool.pages_for(source.tokens)])
+            sequence.item = Item(sequence, sequence.computed, source.tokens - sequence.computed, 0, table, ())
+            self._loads.append((sequence.item, source))
         return True
 
     def _make_way(self, sequence: Sequence) -> None:
@@ -367,6 +410,12 @@ class Scheduler:
 
     def _release(self, sequence: Sequence) -> None:
         self._publish(sequence)
+        if sequence.request.lease and sequence.finish is not None and sequence.finish.type == "length":
+            table = tuple(sequence.pages[: self.pool.pages_for(sequence.computed)])
+            lease = Lease(table, sequence.computed, self.tree.version)
+            if sequence.cache_version == lease.version:
+                self.leases[sequence.request.rid] = lease
+                self.pin(lease)
         for page in reversed(sequence.pages):
             self.pool.device.release(page)
         sequence.pages, sequence.computed, sequence.decoding = [], 0, False
@@ -410,6 +459,9 @@ class Scheduler:
                 refs[page] += 1
         if refs != self.pool.device.refs:
             raise PageError(f"device: holders {refs}, references {self.pool.device.refs}")
+        for lease in self.leases.values():
+            if not all(self.pool.device.pins[page] for page in lease.pages):
+                raise PageError("a leased page is not pinned")
         if self.pool.host.refs != list(map(int, self.pool.host.cached)):
             raise PageError("host: a slot is held by another than the tree")
         for places in (self.running, self.waiting):

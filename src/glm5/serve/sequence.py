@@ -10,7 +10,7 @@ from typing import Literal
 
 from glm5.serve.pages import Copy
 from glm5.serve.prefix import page_keys
-from glm5.serve.request import Finish, Request
+from glm5.serve.request import Finish, PageSource, Request
 
 State = Literal["waiting", "running", "preempted", "finished"]
 Order = tuple[int, float, int, int]  # of going first: priority (negative), arrival, serial number, answer
@@ -31,6 +31,7 @@ class Sequence:
         cached: prompt tokens that need not be read. cache_version: of the weights that wrote its entries; None where
             they are not to be shared.
         oldest_version: of the weights that gave the first id of the answer; None before there is one.
+        source: where its pages can be fetched; tried once.
     """
 
     request: Request
@@ -48,6 +49,7 @@ class Sequence:
     cached: int = 0
     cache_version: str | None = None
     oldest_version: str | None = None
+    source: PageSource | None = None
     _keys: list[bytes] = field(default_factory=list, repr=False)
 
     @property
@@ -91,11 +93,24 @@ class Item:
 
 
 @dataclass(frozen=True)
+class Lease:
+    """Pages kept for a peer: the entries of a prompt's first `tokens` ids, written by weights of `version`."""
+
+    pages: tuple[int, ...]
+    tokens: int
+    version: str
+
+
+@dataclass(frozen=True)
 class Plan:
-    """One step: make the copies in their order, then run the items in one batch."""
+    """One step: make the copies in their order, then run the items in one batch, and begin to fetch the loads.
+
+    A load is an item whose slots another worker has filled; it stays in flight until `Scheduler.end_load`.
+    """
 
     copies: tuple[Copy, ...]
     items: tuple[Item, ...]
+    loads: tuple[tuple[Item, PageSource], ...] = ()
 
     @property
     def tokens(self) -> int:

@@ -97,6 +97,16 @@ class Drafter:
         """The sequence has ended, or lost its pages."""
         self._places.pop(sequence, None)
 
+    def state_at_end(self, sequence: Sequence) -> bytes:
+        """The trunk's hidden state of the last slot that a sequence has read, for a worker that goes on from there."""
+        return self._places[sequence].hidden_CD[-1].view(torch.uint8).cpu().numpy().tobytes()
+
+    def arrive(self, sequence: Sequence, end: int, hidden: bytes) -> None:
+        """Entries below `end` came from another worker, whose trunk ended in the state `hidden`."""
+        like = self.cache.hidden
+        state_D = torch.frombuffer(bytearray(hidden), dtype=like.dtype).to(like.device)
+        self._places[sequence] = _Place(end, state_D[None])
+
     def _before(self, item: Item) -> Tensor:
         """The trunk's hidden state of the slot before an item's, [1, D]; [0, D] at the beginning."""
         if item.start % self.cache.size:

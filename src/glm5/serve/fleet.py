@@ -1,0 +1,360 @@
+"""Many workers as one backend: prefill workers read prompts, decode workers answer them. Needs no torch.
+
+    check      a decode worker says whether the request can be served, and how much of the prompt it has already
+    prefill    a prefill worker reads all but the last id and keeps the pages under a lease, if there is enough to read
+    decode     the decode worker fetches the pages that it lacks from there (`transfer`), reads the last id and answers
+    return     the lease is returned, whatever happened
+
+The last id is read where the answer is drawn: a lease is pages and one hidden state, and nothing of the sampler moves.
+
+When something fails:
+- A prefill worker is lost while it reads: another one reads; if there is none, the decode worker reads all itself, and
+  the log says so. Lost while its pages are fetched: the decode worker reads what is missing.
+- A decode worker is lost: a request that was told nothing yet begins again with another one; one that was told ids ends
+  with an error, since what it was told cannot be taken back.
+- A client goes away, or a request is aborted: both workers are told at once, and free what it had.
+- A worker that refused an update of the weights that others took is not asked any more until an update succeeds.
+- The front is lost: the workers see the end of their connection and exit.
+
+Source: report section 3 (prefill and decode apart, in the rollouts). Read next: `remote`, `transfer`, `worker`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Coroutine, Iterable
+from contextlib import suppress
+from dataclasses import replace
+from typing import Any
+from zlib import crc32
+
+from glm5.serve.client import PauseMode, Stats, Unavailable, WeightGroup, WeightUpdate
+from glm5.serve.pages import PAGE_SIZE
+from glm5.serve.remote import Remote
+from glm5.serve.request import Delta, Finish, PageSource, Request, SamplingParams
+from glm5.serve.runner import Answers
+from glm5.text.tokenizer import Tokenizer
+from glm5.utils.errors import UserError
+
+log = logging.getLogger(__name__)
+TRIES = 3  # of a request, on decode workers that get lost
+
+
+class Fleet:
+    """See the module. Its workers come with `join`.
+
+    Args:
+        tokenizer, model_name: of the model. direct_up_to: tokens of a prompt that a decode worker reads by itself.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, model_name: str, *, direct_up_to: int = PAGE_SIZE) -> None:
+        self.tokenizer, self.model_name, self._direct = tokenizer, model_name, direct_up_to
+        self.context = self.vocab_size = 0
+        self.prefill: list[Remote] = []
+        self.decode: list[Remote] = []
+        self._alive: dict[str, _Open] = {}
+        self._stale: set[Remote] = set()
+        self._version = "0"
+        self._paused: PauseMode | None = None
+        self._may_begin = asyncio.Event()
+        self._may_begin.set()
+
+    def join(self, worker: Remote) -> None:
+        """A worker is ready.
+
+        Raises:
+            UserError: it serves another model than those that are here.
+        """
+        hello, others = worker.hello, [*self.prefill, *self.decode]
+        if others and (hello.context, hello.vocab_size) != (self.context, self.vocab_size):
+            raise UserError(f"worker {hello.name}: another model or context", "Start all workers alike")
+        self.context, self.vocab_size = hello.context, hello.vocab_size
+        (self.prefill if hello.role == "prefill" else self.decode).append(worker)
+
+    # ------------------------------------------------------------------------------------------ what it is
+    @property
+    def failure(self) -> str | None:
+        """Without a decode worker nothing can be answered."""
+        if any(w.lost is None for w in self.decode):
+            return None
+        return self.decode[-1].lost if self.decode else "no decode worker has come yet"
+
+    @property
+    def paused(self) -> bool:
+        return self._paused is not None
+
+    @property
+    def weight_version(self) -> str:
+        return next((w.weight_version for w in self._ready(self.decode)), self._version)
+
+    def stats(self) -> Stats:
+        """Counts of all workers; requests are those of this front."""
+        each = [w.stats() for w in self._here()]
+        begun = sum(one.begun for one in self._alive.values())
+        return Stats(
+            running=begun,
+            waiting=len(self._alive) - begun,
+            cache_usage=max((s.cache_usage for s in each), default=0.0),
+            free_tokens=sum(w.stats().free_tokens for w in self._ready(self.decode)),
+            steps=sum(s.steps for s in each),
+            preemptions=sum(s.preemptions for s in each),
+            prefix_queries=sum(s.prefix_queries for s in each),
+            prefix_hits=sum(s.prefix_hits for s in each),
+        )
+
+    async def info(self) -> dict[str, Any]:
+        """Of each worker."""
+        of = [(w, await w.call("info")) for w in self._here()]
+        return {
+            role: [{"name": w.hello.name, **info} for w, info in of if w.hello.role == role]
+            for role in ("prefill", "decode")
+        }
+
+    async def probe(self, timeout_s: float) -> bool:
+        """Whether every worker that is there answers."""
+        try:
+            async with asyncio.timeout(timeout_s):
+                answers = await self._all("probe", timeout_s)
+        except (TimeoutError, Unavailable):
+            return False
+        return self.failure is None and all(answers)
+
+    def _here(self) -> list[Remote]:
+        return [w for w in (*self.prefill, *self.decode) if w.lost is None]
+
+    def _ready(self, workers: Iterable[Remote]) -> list[Remote]:
+        return [w for w in workers if w.lost is None and w not in self._stale]
+
+    def _pick(self, workers: list[Remote], request: Request) -> Remote | None:
+        """The one with the least to do; among equals the same for prompts that begin alike, so that it knows them."""
+        ready = self._ready(workers)
+        if not ready:
+            return None
+        least = min(w.outstanding for w in ready)
+        equals = [w for w in ready if w.outstanding == least]
+        return equals[crc32(repr(list(request.input_ids[:PAGE_SIZE])).encode()) % len(equals)]
+
+    # ------------------------------------------------------------------------------------------ requests
+    async def generate(self, request: Request) -> Answers:
+        """As `Backend.generate`."""
+        if request.rid in self._alive:
+            raise UserError(f"rid={request.rid!r} is in use by a running request", "choose another, or leave it out")
+        one = self._alive[request.rid] = _Open(request, self.weight_version)
+        try:
+            await self._check(request)
+        except BaseException:
+            self._alive.pop(request.rid, None)
+            raise
+        one.task = asyncio.ensure_future(self._drive(one))
+        return Answers(one.inbox, request.params.n, one.leave)
+
+    async def _check(self, request: Request) -> None:
+        for _ in range(TRIES):
+            worker = self._decoder(request)
+            with suppress(Unavailable):
+                await worker.call("check", request)
+                return
+        raise Unavailable(self.failure or "the decode workers cannot be reached")
+
+    def _decoder(self, request: Request) -> Remote:
+        worker = self._pick(self.decode, request)
+        if worker is None:
+            raise Unavailable(self.failure or "the decode workers have other weights than the prefill workers")
+        return worker
+
+    async def _drive(self, one: _Open) -> None:
+        """From the queue to the last delta, or to the error that stands for it."""
+        try:
+            await self._may_begin.wait()
+            one.entered = True
+            for left in reversed(range(TRIES)):
+                try:
+                    await self._attempt(one)
+                    return
+                except Unavailable as error:
+                    if one.told or not left:
+                        one.end(Finish("error", message=str(error)))
+                        return
+                    log.warning("%s: begins again (%s)", one.request.rid, error)
+        except asyncio.CancelledError:
+            one.end(Finish("abort"))
+        except Exception as error:
+            log.exception("%s failed", one.request.rid)
+            one.end(Finish("error", message=str(error)))
+        finally:
+            self._alive.pop(one.request.rid, None)
+
+    async def _attempt(self, one: _Open) -> None:
+        request = one.request
+        decoder = self._decoder(request)
+        tokens = len(request.input_ids)
+        decoder.outstanding += tokens
+        lease: tuple[Remote, PageSource] | None = None
+        try:
+            known = await decoder.call("check", request)
+            if tokens - 1 - known > self._direct and request.params.prompt_logprobs is None:
+                lease = await self._prefill(one)
+            stream = await decoder.generate(replace(request, source=lease[1] if lease else None))
+            one.begun = True
+            try:
+                async for delta in stream:
+                    one.tell(delta)
+            finally:
+                await stream.aclose()
+        finally:
+            decoder.outstanding -= tokens
+            if lease is not None and lease[0].lost is None:
+                _in_background(lease[0].call("return_lease", lease[1].lease))
+
+    async def _prefill(self, one: _Open) -> tuple[Remote, PageSource] | None:
+        """Let a prefill worker read the prompt; where its pages then are, or None."""
+        request = one.request
+        params = SamplingParams(max_new_tokens=1, temperature=0.0, ignore_eos=True)
+        while (worker := self._pick(self.prefill, request)) is not None:
+            tokens = len(request.input_ids) - 1
+            worker.outstanding += tokens
+            try:
+                asked = replace(request, input_ids=list(request.input_ids[:-1]), params=params, lease=True)
+                stream = await worker.generate(asked)
+                try:
+                    async for delta in stream:
+                        one.cached = delta.cached_tokens
+                        if delta.finish is not None and delta.finish.type == "length":
+                            return worker, PageSource(worker.hello.address, request.rid, tokens)
+                finally:
+                    await stream.aclose()
+                return None  # its logits were not finite: the decode worker will say so itself
+            except UserError as error:
+                log.warning("%s: prefill refused it (%s); it is read where it is answered", request.rid, error)
+                return None
+            except Unavailable as error:
+                log.warning("%s: %s; another worker reads it", request.rid, error)
+            except BaseException:  # it may have ended already, with a lease
+                _in_background(worker.call("return_lease", request.rid))
+                raise
+            finally:
+                worker.outstanding -= tokens
+        if self.prefill:
+            log.warning("%s: no prefill worker is left; it is read where it is answered", request.rid)
+        return None
+
+    async def abort(self, rid: str | None) -> None:
+        """As `Backend.abort`."""
+        for one in [self._alive[r] for r in list(self._alive) if rid in (None, r)]:
+            one.leave(unfinished=True)
+
+    # ------------------------------------------------------------------------------------------ all workers
+    async def _all(self, name: str, given: Any = None) -> list[Any]:
+        """Call all that are there, at the same time; the first error is raised when all have answered."""
+        return _results(await asyncio.gather(*(w.call(name, given) for w in self._here()), return_exceptions=True))
+
+    async def pause(self, mode: PauseMode) -> None:
+        """As `Backend.pause`."""
+        self._paused = mode
+        if mode == "abort":
+            await self.abort(None)
+        if mode == "wait":
+            self._may_begin.clear()
+            while any(one.entered for one in self._alive.values()):
+                await asyncio.sleep(0.01)
+        await self._all("pause", "retract" if mode == "retract" else "keep")
+
+    async def resume(self) -> None:
+        """As `Backend.resume`."""
+        self._paused = None
+        await self._all("resume")
+        self._may_begin.set()
+
+    async def flush(self) -> bool:
+        """As `Backend.flush`: all, or False."""
+        return not self._alive and all(await self._all("flush"))
+
+    async def update_weights(self, update: WeightUpdate) -> None:
+        """As `Backend.update_weights`. Workers that refuse what others took are not asked until an update succeeds."""
+        workers = self._here()
+        results = await asyncio.gather(*(w.call("update_weights", update) for w in workers), return_exceptions=True)
+        failed = {w for w, result in zip(workers, results, strict=True) if isinstance(result, BaseException)}
+        if len(failed) < len(workers):
+            self._stale = failed
+            self._version = update.weight_version or self._version
+        _results(results)
+
+    async def join_group(self, group: WeightGroup) -> None:
+        """Worker i joins as rank `rank_offset` + i, prefill workers first."""
+        each = [replace(group, rank_offset=group.rank_offset + i) for i in range(len(self._here()))]
+        calls = (w.call("join_group", one) for w, one in zip(self._here(), each, strict=True))
+        _results(await asyncio.gather(*calls, return_exceptions=True))
+
+    async def leave_group(self, group_name: str) -> None:
+        await self._all("leave_group", group_name)
+
+    async def checksum(self) -> dict[str, str]:
+        """As `Backend.checksum`.
+
+        Raises:
+            UserError: the workers' weights differ.
+        """
+        first, *others = await self._all("checksum")
+        if any(other != first for other in others):
+            raise UserError("the workers' weights differ", "Update them again")
+        return dict(first)
+
+    async def release_memory(self, tags: tuple[str, ...]) -> None:
+        await self._all("release_memory", tags)
+
+    async def resume_memory(self, tags: tuple[str, ...]) -> None:
+        await self._all("resume_memory", tags)
+
+
+class _Open:
+    """A request under way: where its deltas go, and the last one of each answer that has not ended."""
+
+    def __init__(self, request: Request, version: str) -> None:
+        self.request = request
+        self.inbox: asyncio.Queue[Delta] = asyncio.Queue()
+        self.task: asyncio.Task[None] | None = None
+        self.entered = self.begun = self.told = False
+        self.cached = 0  # prompt tokens that the prefill worker knew
+        blank = Delta(request.rid, 0, (), prompt_tokens=len(request.input_ids), weight_version=version)
+        self._last = {i: replace(blank, index=i) for i in range(request.params.n)}
+
+    def leave(self, unfinished: bool) -> None:
+        """Nobody wants more of it."""
+        if unfinished and self.task is not None:
+            self.task.cancel()
+
+    def tell(self, delta: Delta) -> None:
+        delta = replace(delta, cached_tokens=max(delta.cached_tokens, self.cached))
+        self.told = self.told or bool(delta.ids)
+        if delta.finish is None:
+            self._last[delta.index] = delta
+        else:
+            self._last.pop(delta.index, None)
+        self.inbox.put_nowait(delta)
+
+    def end(self, finish: Finish) -> None:
+        """Finish all answers that have not ended."""
+        for last in list(self._last.values()):
+            self.tell(replace(last, ids=(), info=(), prompt_info=(), finish=finish, drafted=0, accepted=0))
+
+
+def _results(results: Iterable[Any]) -> list[Any]:
+    found = list(results)
+    for result in found:
+        if isinstance(result, BaseException):
+            raise result
+    return found
+
+
+_BACKGROUND: set[asyncio.Task[Any]] = set()  # the event loop itself keeps no strong reference
+
+
+def _in_background(work: Coroutine[Any, Any, Any]) -> None:
+    async def quietly() -> None:
+        with suppress(Unavailable):
+            await work
+
+    task = asyncio.ensure_future(quietly())
+    _BACKGROUND.add(task)
+    task.add_done_callback(_BACKGROUND.discard)

@@ -1,0 +1,680 @@
+"""Prefill and decode in workers of their own: the same tokens, and nothing lost or kept when one of them fails."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import random
+import threading
+from collections.abc import AsyncIterator, Callable, Coroutine
+from contextlib import asynccontextmanager, suppress
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from glm5.model.generate import generate
+from glm5.model.glm5 import GLM5
+from glm5.model.weights import save_model
+from glm5.serve import transfer
+from glm5.serve.client import Unavailable, WeightUpdate
+from glm5.serve.config import EngineConfig
+from glm5.serve.engine import Engine
+from glm5.serve.fleet import Fleet
+from glm5.serve.llm import Answer
+from glm5.serve.prefix import page_keys
+from glm5.serve.remote import Hello, Remote, serve_backend
+from glm5.serve.request import Request, SamplingParams
+from glm5.serve.runner import Runner
+from glm5.serve.transfer import Fetcher, PageBytes, keep
+from glm5.serve.wire import Wire, WireClosed, as_type, connect, is_path, listen
+from glm5.utils.errors import UserError
+from support.drafting import agreeable
+from support.scripted import chat_tokenizer
+
+LENGTHS = (1, 2, 24, 64, 65, 66, 127, 129, 130, 200, 255)
+NEW = 10
+GREEDY = SamplingParams(max_new_tokens=NEW, temperature=0.0, ignore_eos=True, logprobs=0)
+SMALL = EngineConfig(pages=40, context=300)
+KEY = b"a key"
+TOLERANCE = 2e-5
+
+
+@pytest.fixture(scope="module")
+def model() -> GLM5:
+    torch.set_num_threads(1)
+    return agreeable(0, vocab_size=chat_tokenizer().vocab_size).eval()
+
+
+@pytest.fixture(scope="module")
+def prompts() -> list[list[int]]:
+    generator = torch.Generator().manual_seed(1)
+    return [torch.randint(6, 320, (n,), generator=generator).tolist() for n in LENGTHS]
+
+
+class Worker:
+    """A worker in this process: an engine, its thread, its two sockets. `kill` ends it as a lost process would."""
+
+    def __init__(self, model: GLM5, config: EngineConfig, role: str, name: str, home: Path, tcp: bool) -> None:
+        self.engine = Engine(model, config, chat_tokenizer())
+        self.runner = Runner(self.engine, chat_tokenizer(), name)
+        self.role, self.name, self._home, self._tcp = role, name, home, tcp
+        self.stopped = False
+        self.readers: list[Wire] = []
+
+    async def start(self) -> None:
+        at = "127.0.0.1:0" if self._tcp else str(self._home / self.name)
+
+        async def reader(wire: Wire) -> None:
+            self.readers.append(wire)
+            await keep(wire, self.engine, self.runner.call, PageBytes(self.engine.cache), same_host=is_path(at))
+
+        self.server = await listen(at, KEY, reader)
+        address = f"127.0.0.1:{self.server.sockets[0].getsockname()[1]}" if self._tcp else at
+        self.fetcher = Fetcher(
+            KEY,
+            asyncio.get_running_loop(),
+            self.runner.call,
+            lambda load, filled: self.engine.end_load(load, filled=filled),
+        )
+        self.engine.fetch = self.fetcher.start
+        await self.runner.start()
+        self.wire = await connect(str(self._home / "front"), KEY)
+        pages = self.engine.pool.device.count
+        hello = Hello(self.role, self.name, address, self.engine.context, self.engine.vocab_size, pages, 1)
+        self.wire.post("hello", hello)
+        self.serving = asyncio.ensure_future(serve_backend(self.runner, self.wire))
+
+    async def kill(self) -> None:
+        self.stopped = True
+        for wire in (self.wire, *self.readers):
+            wire._writer.transport.abort()
+        await self.stop()
+
+    async def stop(self) -> None:
+        self.server.close()
+        await self.fetcher.close()
+        await self.wire.close()
+        await asyncio.wait({self.serving}, timeout=5)
+        await self.runner.stop()
+
+    @property
+    def clean(self) -> bool:
+        """Nothing is held but by the prefix tree, and nothing waits."""
+        device, scheduler = self.engine.pool.device, self.engine.scheduler
+        kept = scheduler.leases or scheduler.running or scheduler.waiting or self.engine._loads
+        return not kept and not any(device.pins) and device.free + device.idle == device.count
+
+
+class Cluster:
+    def __init__(self, fleet: Fleet, workers: list[Worker]) -> None:
+        self.fleet, self.workers = fleet, workers
+
+    @property
+    def prefill(self) -> list[Worker]:
+        return [w for w in self.workers if w.role == "prefill"]
+
+    @property
+    def decode(self) -> list[Worker]:
+        return [w for w in self.workers if w.role == "decode"]
+
+    async def answer(self, request: Request) -> list[Answer]:
+        answers = [Answer() for _ in range(request.params.n)]
+        async for delta in await self.fleet.generate(request):
+            answers[delta.index].take(delta)
+        return answers
+
+    async def all(self, requests: list[Request]) -> list[Answer]:
+        return [one[0] for one in await asyncio.gather(*map(self.answer, requests))]
+
+    async def until_clean(self) -> None:
+        """Every worker that lives is clean, within a second."""
+        async with asyncio.timeout(1.0):
+            while not all(w.clean for w in self.workers if not w.stopped):
+                await asyncio.sleep(0.005)
+        for worker in self.workers:
+            worker.engine.scheduler.check()
+
+
+@asynccontextmanager
+async def cluster(
+    model: GLM5,
+    home: Path,
+    roles: str = "pd",
+    config: EngineConfig = SMALL,
+    tcp: bool = False,
+    models: dict[int, GLM5] | None = None,
+) -> AsyncIterator[Cluster]:
+    fleet = Fleet(chat_tokenizer(), "tiny", direct_up_to=0)
+
+    async def front(wire: Wire) -> None:
+        remote = Remote(wire, as_type((await wire.receive())[1], Hello))
+        fleet.join(remote)
+        await remote.listen()
+
+    server = await listen(str(home / "front"), KEY, front)
+    workers = [
+        Worker((models or {}).get(i, model), config, {"p": "prefill", "d": "decode"}[r], f"{r}{i}", home, tcp)
+        for i, r in enumerate(roles)
+    ]
+    for worker in workers:
+        await worker.start()
+    while len(fleet.prefill) + len(fleet.decode) < len(workers):
+        await asyncio.sleep(0.005)
+    try:
+        yield Cluster(fleet, workers)
+    finally:
+        for worker in workers:
+            if not worker.stopped:
+                await worker.stop()
+        server.close()
+
+
+def play(test: Callable[[], Coroutine[Any, Any, None]]) -> None:
+    async def bounded() -> None:
+        async with asyncio.timeout(60):
+            await test()
+
+    asyncio.run(bounded())
+
+
+def expected(model: GLM5, prompts: list[list[int]]) -> list[list[int]]:
+    return [list(generate(model, ids, max_new_tokens=NEW, stop_ids=())) for ids in prompts]
+
+
+# --------------------------------------------------------------------------- sameness
+@pytest.mark.parametrize(("drafts", "tcp"), [(0, False), (3, False), (3, True)])
+def test_disaggregated_gives_the_same(
+    drafts: int, tcp: bool, model: GLM5, prompts: list[list[int]], tmp_path: Path
+) -> None:
+    """Cold, again with pages on both sides, and sampled: ids, log-probabilities and accepted drafts are those of one
+    engine. Every cached tensor of every page is the same on both sides."""
+    config = replace(SMALL, drafts=drafts)
+    alone = Engine(model, config)
+
+    def by_one(params: SamplingParams) -> list[Answer]:
+        out = []
+        for ids in prompts:
+            answer, request = Answer(), Request(ids, params)
+            alone.add(request)
+            while alone.has_work:
+                for delta in alone.step():
+                    answer.take(delta)
+            out.append(answer)
+        return out
+
+    async def test() -> None:
+        async with cluster(model, tmp_path, "pd", config, tcp) as c:
+            fetched: list[int] = []
+            write = PageBytes.write
+
+            def count(self: PageBytes, page: int, data: torch.Tensor) -> None:
+                fetched.append(page)
+                write(self, page, data)
+
+            PageBytes.write = count  # type: ignore[method-assign]
+            try:
+                for again in range(2):
+                    plain = by_one(GREEDY)
+                    answers = [(await c.answer(Request(ids, GREEDY)))[0] for ids in prompts]
+                    assert [a.ids for a in answers] == expected(model, prompts) == [a.ids for a in plain]
+                    for a, b in zip(answers, plain, strict=True):
+                        torch.testing.assert_close(
+                            torch.tensor(a.logprobs), torch.tensor(b.logprobs), rtol=0, atol=TOLERANCE
+                        )
+                        if not again:
+                            assert (a.drafted, a.accepted) == (b.drafted, b.accepted)
+                    # The first time all pages of each prompt's ids but the last; then only begun pages.
+                    pages = [-(-(n - 1) // 64) for n in LENGTHS]
+                    begun = [(n - 1) % 64 > 0 for n in LENGTHS]
+                    assert len(fetched) == sum(begun if again else pages)
+                    fetched.clear()
+            finally:
+                PageBytes.write = write  # type: ignore[method-assign]
+            sampled = replace(GREEDY, temperature=0.8, seed=3, n=2)
+            together = await asyncio.gather(*(c.answer(Request(ids, sampled)) for ids in prompts))
+            assert [two[0].ids for two in together] == [a.ids for a in by_one(replace(sampled, n=1))]
+            assert all(two[0].ids != two[1].ids for two in together)
+            await c.until_clean()
+
+    play(test)
+
+
+def test_all_caches_of_a_page_move(model: GLM5, tmp_path: Path) -> None:
+    """Of every layer, the MTP block's included: the pages of one text are the same bytes on both sides."""
+
+    async def test() -> None:
+        async with cluster(model, tmp_path, "pd", replace(SMALL, drafts=2)) as c:
+            ids = [7 + i % 300 for i in range(193)]
+            await c.answer(Request(ids, GREEDY))
+            pages = []
+            for worker in c.workers:
+                nodes = worker.engine.tree.match(page_keys(ids[:-1], 64))
+                assert len(nodes) == 3
+                form = PageBytes(worker.engine.cache)
+                out = torch.empty(len(nodes), form.size, dtype=torch.uint8)
+                for row, node in zip(out, nodes, strict=True):
+                    form.read(node.page, row)
+                pages.append(out)
+            assert torch.equal(*pages)
+            layers = worker.engine.cache.layers
+            assert len(layers) == model.config.num_hidden_layers + 1
+            assert all(pool[0, nodes[1].page * 64 : nodes[1].page * 64 + 64].any() for pair in layers for pool in pair)
+
+    play(test)
+
+
+# --------------------------------------------------------------------------- failures
+class Gate:
+    """Stops `PageBytes.read`, so that a transfer is caught in its middle."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, after: int) -> None:
+        self.reached, self.open = threading.Event(), threading.Event()
+        read, left = PageBytes.read, [after]
+
+        def gated(pages: PageBytes, page: int, out: torch.Tensor) -> None:
+            left[0] -= 1
+            if left[0] < 0:
+                self.reached.set()
+                self.open.wait(20)
+            read(pages, page, out)
+
+        monkeypatch.setattr(PageBytes, "read", gated)
+
+    async def wait(self) -> None:
+        await asyncio.to_thread(self.reached.wait, 20)
+
+
+class Slow:
+    """Makes steps of one worker wait, so that a prefill, or a decode, is caught in its middle."""
+
+    def __init__(self, worker: Worker, after: int) -> None:
+        self.reached, self.open = threading.Event(), threading.Event()
+        step, left = worker.engine.step, [after]
+
+        def gated() -> Any:
+            left[0] -= 1
+            if left[0] < 0:
+                self.reached.set()
+                self.open.wait(20)
+            return step()
+
+        worker.engine.step = gated  # type: ignore[method-assign]
+
+    async def wait(self) -> None:
+        await asyncio.to_thread(self.reached.wait, 20)
+
+
+@pytest.mark.parametrize("when", ["prefill", "transfer", "decode"])
+@pytest.mark.parametrize("how", ["abort", "leave"])
+def test_an_abort_frees_both_sides_at_once(
+    when: str, how: str, model: GLM5, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def test() -> None:
+        async with cluster(model, tmp_path, "pd", replace(SMALL, drafts=1, chunk=64)) as c:
+            request = Request([7] * 250, replace(GREEDY, max_new_tokens=40))
+            gate = {
+                "prefill": lambda: Slow(c.prefill[0], 1),
+                "transfer": lambda: Gate(monkeypatch, 2),
+                "decode": lambda: Slow(c.decode[0], 5),
+            }[when]()
+            stream = await c.fleet.generate(request)
+            await gate.wait()
+            assert not all(w.clean for w in c.workers)
+            if how == "abort":
+                await c.fleet.abort(request.rid)
+                last = [delta async for delta in stream][-1]
+                assert last.finish is not None
+                assert (last.finish.type, last.prompt_tokens) == ("abort", 250)
+            else:
+                await stream.aclose()
+            gate.open.set()
+            await c.until_clean()
+            assert not c.fleet._alive
+            again = await c.answer(Request([7] * 250, GREEDY))
+            assert again[0].ids == expected(model, [[7] * 250])[0]
+
+    play(test)
+
+
+def test_a_prefill_worker_that_dies_is_replaced(
+    model: GLM5, prompts: list[list[int]], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """In the middle of reading: by the other one, then by the decode worker itself."""
+
+    async def test() -> None:
+        async with cluster(model, tmp_path, "ppd", replace(SMALL, chunk=64)) as c:
+            want = expected(model, prompts)
+            for left in (1, 0):
+                assert await c.fleet.flush()
+                slow = [Slow(w, 2) for w in c.prefill if not w.stopped]
+                asked = asyncio.ensure_future(c.all([Request(ids, GREEDY) for ids in prompts]))
+                reached = [asyncio.ensure_future(one.wait()) for one in slow]
+                await asyncio.wait(reached, return_when=asyncio.FIRST_COMPLETED)
+                victim = next(
+                    w
+                    for w, one in zip([w for w in c.prefill if not w.stopped], slow, strict=True)
+                    if one.reached.is_set()
+                )
+                killing = asyncio.ensure_future(victim.kill())
+                for one in slow:
+                    one.open.set()
+                await killing
+                assert [a.ids for a in await asked] == want
+                await c.until_clean()
+                assert sum(w.lost is None for w in c.fleet.prefill) == left
+            assert "no prefill worker is left" in caplog.text
+            assert await c.fleet.probe(5.0)
+
+    play(test)
+
+
+def test_a_prefill_worker_that_dies_in_a_transfer(
+    model: GLM5, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    async def test() -> None:
+        async with cluster(model, tmp_path, "pd", replace(SMALL, drafts=2)) as c:
+            gate = Gate(monkeypatch, 2)
+            ids = [9] * 250
+            asked = asyncio.ensure_future(c.answer(Request(ids, GREEDY)))
+            await gate.wait()
+            killing = asyncio.ensure_future(c.prefill[0].kill())
+            assert (await asked)[0].ids == expected(model, [ids])[0]
+            gate.open.set()
+            await killing
+            await c.until_clean()
+            assert "the prompt is read here" in caplog.text
+
+    play(test)
+
+
+def test_a_silent_keeper_is_not_waited_for(model: GLM5, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(transfer, "SILENCE_S", 0.2)
+
+    async def test() -> None:
+        async with cluster(model, tmp_path, "pd") as c:
+            gate = Gate(monkeypatch, 1)
+            ids = [9] * 250
+            assert (await c.answer(Request(ids, GREEDY)))[0].ids == expected(model, [ids])[0]
+            device = c.prefill[0].engine.pool.device
+            assert any(device.pins)  # a page is being read, so none is given to anybody
+            gate.open.set()
+            await c.until_clean()
+
+    play(test)
+
+
+@pytest.mark.parametrize("told", [False, True])
+def test_a_decode_worker_that_dies(told: bool, model: GLM5, tmp_path: Path) -> None:
+    """A request begins again with the other one, unless it was told ids already."""
+
+    async def test() -> None:
+        async with cluster(model, tmp_path, "pdd") as c:
+            slow = [Slow(w, 3 if told else 0) for w in c.decode]
+            ids = [9] * 250
+            asked = asyncio.ensure_future(c.answer(Request(ids, GREEDY)))
+            reached = [asyncio.ensure_future(one.wait()) for one in slow]
+            await asyncio.wait(reached, return_when=asyncio.FIRST_COMPLETED)
+            victim = next(w for w, one in zip(c.decode, slow, strict=True) if one.reached.is_set())
+            killing = asyncio.ensure_future(victim.kill())
+            for one in slow:
+                one.open.set()
+            (answer,) = await asked
+            await killing
+            want = expected(model, [ids])[0]
+            assert answer.finish is not None
+            if told:
+                assert answer.finish.type == "error"
+                assert "decode worker" in answer.finish.message
+                assert answer.ids == want[: len(answer.ids)]
+            else:
+                assert (answer.ids, answer.finish.type) == (want, "length")
+            await c.until_clean()
+            (after,) = await c.answer(Request(ids, GREEDY))
+            assert after.ids == want
+            await next(w for w in c.decode if not w.stopped).kill()
+            while c.fleet.failure is None:
+                await asyncio.sleep(0.01)
+            with pytest.raises(Unavailable, match="decode worker"):
+                await c.fleet.generate(Request(ids, GREEDY))
+            assert not await c.fleet.probe(1.0)
+
+    play(test)
+
+
+def test_pages_stay_until_the_reader_is_done(model: GLM5, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A lease that is returned, a flush, other weights and a crowd that wants every page: none of the pages that a
+    reader has asked for is given out before its `done`; and no more than WINDOW pages come without an ack."""
+    monkeypatch.setattr(transfer, "WINDOW", 4)
+    config = replace(SMALL, pages=22, context=64 * 15)
+    save_model(agreeable(1, vocab_size=chat_tokenizer().vocab_size), tmp_path / "other")
+
+    async def test() -> None:
+        own = {0: agreeable(0, vocab_size=chat_tokenizer().vocab_size).eval()}  # whose weights are replaced
+        async with cluster(model, tmp_path, "pd", config, models=own) as c:
+            worker = c.prefill[0]
+            engine, call = worker.engine, worker.runner.call
+            one = GREEDY.__class__(max_new_tokens=1, temperature=0.0, ignore_eos=True)
+            ids = [7 + i % 50 for i in range(64 * 12)]
+            async for _ in await worker.runner.generate(Request(ids, one, rid="mine", lease=True)):
+                pass
+            form = PageBytes(engine.cache)
+            lease = engine.scheduler.leases["mine"]
+            before = torch.stack([_read(form, page) for page in lease.pages])
+            wire = await connect(c.fleet.prefill[0].hello.address, KEY)
+            layout, path = (await wire.receive())[1:]
+            assert layout == form.layout
+            slots = transfer.Slots(form.size, path)
+            wire.post("mapped")
+            wire.post("want", 5, "mine", 0)
+            have = await wire.receive()
+            assert have[:4] == ["have", 5, 64 * 12, "0"]
+            got: dict[int, torch.Tensor] = {}
+            free: list[int] = []
+            for _ in range(4):
+                _, _, index, slot, _ = await wire.receive()
+                got[index] = slots[slot].clone()
+                free.append(slot)
+            with pytest.raises(TimeoutError):
+                async with asyncio.timeout(0.1):
+                    await wire.receive()
+            await call(lambda: engine.return_lease("mine"))
+            await worker.runner.flush()
+            await worker.runner.update_weights(WeightUpdate("disk", path=str(tmp_path / "other"), weight_version="9"))
+            for seed in range(6):  # a crowd that wants every page
+                async for _ in await worker.runner.generate(Request([100 + seed] * 64 * 6, one)):
+                    pass
+            assert engine.pool.device.free + engine.pool.device.idle == 10
+            for slot in free:
+                wire.post("ack", slot)
+            while (message := await wire.receive())[0] == "page":
+                got[message[2]] = slots[message[3]].clone()
+                wire.post("ack", message[3])
+            assert message == ["end", 5]
+            assert torch.equal(torch.stack([got[i] for i in range(12)]), before)
+            wire.post("done", 5, "mine")
+            wire.post("want", 6, "mine", 0)
+            assert (await wire.receive())[0] == "gone"
+            await c.until_clean()
+            wire.post("want", 7, "no such", 0)
+            await wire.close()
+            await c.until_clean()
+
+    play(test)
+
+
+def _read(form: PageBytes, page: int) -> torch.Tensor:
+    out = torch.empty(form.size, dtype=torch.uint8)
+    form.read(page, out)
+    return out
+
+
+def test_weights_change_on_all_workers(model: GLM5, prompts: list[list[int]], tmp_path: Path) -> None:
+    """A worker that cannot take them is not asked any more; prefixes of other weights are not fetched."""
+    first, other = (agreeable(seed, vocab_size=chat_tokenizer().vocab_size).eval() for seed in (0, 1))
+    save_model(other, tmp_path / "other")
+    save_model(model, tmp_path / "first")
+    models = {0: first, 1: agreeable(0, vocab_size=chat_tokenizer().vocab_size).eval()}
+
+    async def test() -> None:
+        async with cluster(model, tmp_path, "pd", models=models) as c:
+            assert [a.ids for a in await c.all([Request(ids, GREEDY) for ids in prompts])] == expected(model, prompts)
+            await c.fleet.update_weights(WeightUpdate("disk", path=str(tmp_path / "other"), weight_version="2"))
+            assert c.fleet.weight_version == "2"
+            answers = await c.all([Request(ids, GREEDY) for ids in prompts])
+            assert [a.ids for a in answers] == expected(other, prompts)
+            assert len(await c.fleet.checksum()) > 10
+            c.prefill[0].engine.update_weights = _refuse  # type: ignore[method-assign]
+            with pytest.raises(UserError, match="broken"):
+                await c.fleet.update_weights(WeightUpdate("disk", path=str(tmp_path / "first"), weight_version="3"))
+            with pytest.raises(UserError, match="differ"):
+                await c.fleet.checksum()
+            answers = await c.all([Request(ids, GREEDY) for ids in prompts])
+            assert [a.ids for a in answers] == expected(model, prompts)
+            with pytest.raises(UserError, match="no-such|broken"):
+                await c.fleet.update_weights(WeightUpdate("disk", path="no-such"))
+            assert c.fleet.weight_version == "3"
+
+    play(test)
+
+
+def _refuse(update: WeightUpdate) -> None:
+    raise UserError("broken", "mend it")
+
+
+def test_pauses(model: GLM5, prompts: list[list[int]], tmp_path: Path) -> None:
+    async def test() -> None:
+        async with cluster(model, tmp_path, "pd", replace(SMALL, drafts=1)) as c:
+            want = expected(model, prompts)
+            for mode in ("keep", "retract", "wait"):
+                running = asyncio.ensure_future(c.all([Request(ids, GREEDY) for ids in prompts]))
+                while not any(one.told for one in c.fleet._alive.values()):
+                    await asyncio.sleep(0.001)
+                await c.fleet.pause(mode)  # type: ignore[arg-type]
+                assert c.fleet.paused
+                assert await c.fleet.probe(5.0)
+                more = asyncio.ensure_future(c.answer(Request(prompts[-1], GREEDY)))
+                await asyncio.sleep(0.05)
+                assert not more.done()
+                await c.fleet.resume()
+                assert [a.ids for a in await running] == want
+                assert (await more)[0].ids == want[-1]
+            running = asyncio.ensure_future(c.all([Request(ids, GREEDY) for ids in prompts]))
+            await asyncio.sleep(0.05)
+            await c.fleet.pause("abort")
+            assert {a.finish.type for a in await running if a.finish} <= {"abort", "length"}
+            await c.fleet.resume()
+            await c.until_clean()
+            assert await c.fleet.flush()
+            assert all(w.engine.pool.device.free == 40 for w in c.workers)
+            assert {"prefill", "decode"} == set(await c.fleet.info())
+
+    play(test)
+
+
+def test_what_cannot_be_served_is_refused_before_anything_runs(model: GLM5, tmp_path: Path) -> None:
+    async def test() -> None:
+        async with cluster(model, tmp_path, "pd") as c:
+            for request, field in (
+                (Request([5] * 300), "context"),
+                (Request([5], replace(GREEDY, stop=("",))), "stop"),
+                (Request([5], replace(GREEDY, top_p=0.0)), "top_p"),
+            ):
+                with pytest.raises(UserError, match=field):
+                    await c.fleet.generate(request)
+            stream = await c.fleet.generate(Request([5] * 70, GREEDY, rid="a"))
+            with pytest.raises(UserError, match="in use"):
+                await c.fleet.generate(Request([5] * 70, GREEDY, rid="a"))
+            await stream.aclose()
+            await c.until_clean()
+
+    play(test)
+
+
+def test_random_faults_leak_nothing(model: GLM5, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Requests come, are aborted and left while workers die: each ends once, in bounded time, with the right ids."""
+    caplog.set_level(logging.ERROR)
+    rng = random.Random(3)  # noqa: S311
+    config = replace(SMALL, pages=24, host_pages=8, drafts=2, chunk=48, max_running=8, max_batched_tokens=64)
+
+    async def test() -> None:
+        async with cluster(model, tmp_path, "pppddd", config) as c:
+            texts = [[rng.randrange(6, 320) for _ in range(rng.randrange(1, 240))] for _ in range(12)]
+            want = dict(zip(map(tuple, texts), expected(model, texts), strict=True))
+            ended: list[str] = []
+
+            async def one(ids: list[int]) -> None:
+                request, answer, left = Request(ids, GREEDY), Answer(), rng.random()
+                with suppress(Unavailable):
+                    stream = await c.fleet.generate(request)
+                    async for delta in stream:
+                        answer.take(delta)
+                        if left < 0.1 and answer.ids:
+                            await stream.aclose()
+                            ended.append("left")
+                            return
+                    assert answer.finish is not None
+                    assert answer.ids == want[tuple(ids)][: len(answer.ids)]
+                    assert answer.finish.type != "length" or len(answer.ids) == NEW
+                    ended.append(answer.finish.type)
+
+            tasks = []
+            for i in range(90):
+                tasks.append(asyncio.ensure_future(one(rng.choice(texts))))
+                await asyncio.sleep(rng.random() * 0.03)
+                if rng.random() < 0.15 and c.fleet._alive:
+                    await c.fleet.abort(rng.choice(list(c.fleet._alive)))
+                if i in (30, 50):
+                    role = "prefill" if i == 30 else "decode"
+                    await rng.choice([w for w in c.workers if w.role == role and not w.stopped]).kill()
+            async with asyncio.timeout(30):
+                await asyncio.gather(*tasks)
+            await c.until_clean()
+            assert len(ended) == 90
+            assert ended.count("length") > 45
+            assert {"abort", "left"} <= set(ended)
+
+    play(test)
+    assert "Traceback" not in caplog.text
+
+
+# --------------------------------------------------------------------------- the wire
+def test_who_has_another_key_or_none_is_not_heard(tmp_path: Path) -> None:
+    async def test() -> None:
+        heard: list[Any] = []
+
+        async def serve(wire: Wire) -> None:
+            while True:
+                heard.append(await wire.receive())
+
+        at = str(tmp_path / "socket")
+        server = await listen(at, KEY, serve)
+        with pytest.raises(WireClosed, match="key"):
+            await connect(at, b"another")
+        reader, writer = await asyncio.open_unix_connection(at)
+        writer.write(b"GET / HTTP/1.1\r\n\r\n" + bytes(200))
+        await writer.drain()
+        writer.write_eof()
+        await reader.read()
+        writer.close()
+        wire = await connect(at, KEY)
+        wire.post("hello", GREEDY, -float("inf"), b"\0\xff")
+        while not heard:
+            await asyncio.sleep(0.01)
+        kind, params, number, data = heard[0]
+        assert (kind, number, data) == ("hello", -float("inf"), b"\0\xff")
+        assert as_type(params, SamplingParams) == GREEDY
+        with pytest.raises(WireClosed, match="SamplingParams"):
+            as_type({"n": "three"}, SamplingParams)
+        wire._writer.write((1 << 40).to_bytes(8, "big"))
+        await asyncio.sleep(0.05)
+        assert len(heard) == 1
+        with pytest.raises(WireClosed, match="no-such"):
+            await connect(str(tmp_path / "no-such"), KEY)
+        with pytest.raises(UserError, match="no address"):
+            await connect("localhost", KEY)
+        server.close()
+
+    play(test)
