@@ -1,0 +1,114 @@
+"""Recorded steps: static buffers and padding rows change no id and no log-probability. Without a GPU, the same buffers
+go through the plain call."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import replace
+
+import pytest
+import torch
+
+from glm5.model.glm5 import GLM5
+from glm5.model.paged import PagedBatch, PagedCache, Run
+from glm5.serve import graphs
+from glm5.serve.config import EngineConfig
+from glm5.serve.engine import Engine
+from glm5.serve.llm import Answer
+from glm5.serve.request import Request, SamplingParams
+from support.drafting import agreeable
+from support.tiny import tiny_model
+
+GREEDY = SamplingParams(max_new_tokens=20, temperature=0.0, ignore_eos=True, logprobs=0)
+PLAIN = EngineConfig(pages=40, context=256, max_running=5, chunk=64, cuda_graphs=False)
+LENGTHS = (1, 20, 40, 63, 64, 65, 150)
+
+
+@pytest.fixture
+def recorded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("glm5.serve.engine.recorder_for", lambda device: lambda run: run)
+
+
+def _prompts() -> list[list[int]]:
+    generator = torch.Generator().manual_seed(3)
+    return [torch.randint(6, 320, (n,), generator=generator).tolist() for n in LENGTHS]
+
+
+def _answers(model: GLM5, config: EngineConfig, params: SamplingParams) -> tuple[list[Answer], int]:
+    engine = Engine(model, config)
+    requests = [Request(ids, params) for ids in _prompts()]
+    for request in requests:
+        engine.add(request)
+    answers = {request.rid: Answer() for request in requests}
+    while engine.has_work:
+        for delta in engine.step():
+            answers[delta.rid].take(delta)
+    assert engine.info()["pages"] == config.pages, "the spare page is not given out"
+    return [answers[request.rid] for request in requests], engine.info()["recorded_steps"]
+
+
+@pytest.mark.usefixtures("recorded")
+@pytest.mark.parametrize("drafts", [0, 2])
+def test_recorded_steps_give_the_same_answers(drafts: int) -> None:
+    model = agreeable(0).eval()
+    plain, none = _answers(model, replace(PLAIN, drafts=drafts), GREEDY)
+    ours, steps = _answers(model, replace(PLAIN, drafts=drafts, cuda_graphs=True), GREEDY)
+    assert none == 0
+    assert steps > 10
+    for a, b in zip(ours, plain, strict=True):
+        assert a.ids == b.ids
+        torch.testing.assert_close(
+            torch.tensor([i.logprob for i in a.info]), torch.tensor([i.logprob for i in b.info]), atol=2e-5, rtol=0
+        )
+
+
+def _filled(model: GLM5, lengths: tuple[int, ...], tables: list[list[int]]) -> PagedCache:
+    cache = PagedCache(model.config, 13)
+    for ids, table in zip(_ids(*lengths), tables, strict=True):
+        model.hidden(torch.tensor([ids]), cache=PagedBatch(cache, [Run(table, 0, len(ids))]))
+    return cache
+
+
+def _ids(*lengths: int) -> list[list[int]]:
+    generator = torch.Generator().manual_seed(7)
+    return [torch.randint(6, 320, (n,), generator=generator).tolist() for n in lengths]
+
+
+def test_padding_touches_nothing_but_the_spare_page_and_tables_may_change() -> None:
+    model = tiny_model(0).eval()
+    lengths, tables = (70, 10, 100), [[3, 1], [4, 11], [0, 7]]
+    with torch.inference_mode():
+        cache = _filled(model, lengths, tables)
+        record = graphs.Graphs(model, cache, spare=12, most=8, context=256, record=lambda run: run)
+        for order in ((0, 1, 2), (2, 0), (1,)):  # rows leave, and others take their places
+            runs = [Run(tables[i], lengths[i], 1) for i in order]
+            before = [pool.clone() for layer in cache.layers for pool in layer]
+            outputs = record(runs, [[9 + i] for i in order])
+            assert outputs is not None
+            batch = PagedBatch(cache, runs)
+            expected = model.hidden(batch.flat([[9 + i] for i in order]), cache=batch)[0]
+            torch.testing.assert_close(outputs[0], expected, atol=1e-5, rtol=1e-5)
+            touched = {int(row) for row in batch.row_N} | set(range(12 * 64, 13 * 64))
+            kept = [row for row in range(13 * 64) if row not in touched]
+            pools = [pool for layer in cache.layers for pool in layer]
+            assert all(torch.equal(a[:, kept], b[:, kept]) for a, b in zip(pools, before, strict=True))
+
+
+def test_what_is_not_recorded_is_left_to_the_plain_call(caplog: pytest.LogCaptureFixture) -> None:
+    model = tiny_model(0).eval()
+    cache = PagedCache(model.config, 13)
+
+    def refuse(run: graphs.Recorder) -> graphs.Recorder:
+        raise RuntimeError("operation not permitted when stream is capturing")
+
+    record = graphs.Graphs(model, cache, spare=12, most=2, context=128, record=refuse)  # type: ignore[arg-type]
+    assert record([Run([0], 0, 1), Run([1], 0, 2)], [[1], [1, 2]]) is None, "unequal rows"
+    assert record([Run([i], 0, 1) for i in range(3)], [[1]] * 3) is None, "more sequences than are recorded"
+    assert record([Run([0], 0, 9)], [list(range(9))]) is None, "a chunk of a prompt"
+    assert not caplog.records
+    with caplog.at_level(logging.WARNING):
+        assert record([Run([0], 0, 1)], [[1]]) is None
+        assert record([Run([0], 0, 1)], [[1]]) is None
+    assert [r.getMessage() for r in caplog.records] == [
+        "steps run plainly, without CUDA graphs: operation not permitted when stream is capturing"
+    ]
