@@ -13,6 +13,7 @@ server's. Source: report section 3 (the engine of the rollouts). Read next: `sch
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -27,11 +28,13 @@ from glm5.serve.client import PauseMode, Stats, WeightGroup, WeightUpdate
 from glm5.serve.config import EngineConfig
 from glm5.serve.graphs import Graphs, recorder_for
 from glm5.serve.pages import PAGE_SIZE, PagePool
-from glm5.serve.prefix import PrefixTree
-from glm5.serve.request import Delta, Request, TokenInfo, check
+from glm5.serve.prefix import PrefixTree, page_keys
+from glm5.serve.request import Delta, PageSource, Request, TokenInfo, check
 from glm5.serve.sampler import ROWS_AT_ONCE, Chosen, Sampler, SamplerState
 from glm5.serve.scheduler import Item, Outcome, Plan, Scheduler, Sequence
+from glm5.serve.sequence import Lease
 from glm5.serve.speculate import Drafter
+from glm5.serve.transfer import Load, PageBytes
 from glm5.serve.weights import WeightSource
 from glm5.text.tokenizer import Tokenizer
 from glm5.utils.errors import ConfigError, UserError
@@ -68,6 +71,10 @@ class Engine:
         self.speculation = SpeculationStats()
         self._sampler = Sampler(self.vocab_size, model.config.eos_token_id, tokenizer)
         self._answers: dict[Sequence, _Answer] = {}
+        self.fetch: Callable[[Load], None] | None = None  # how pages of other workers come; see `transfer.Fetcher`
+        self._loads: dict[Sequence, Load] = {}
+        self._lease_ends: dict[str, bytes] = {}  # the trunk's hidden state of each lease's last slot
+        self._stalled = False
         self.weight_version = "0"
         self._weights = WeightSource(model)
         self._allocate()
@@ -105,7 +112,8 @@ class Engine:
     # ------------------------------------------------------------------ requests
     @property
     def has_work(self) -> bool:
-        return self.scheduler.has_work
+        """Whether a step has something to do. While all wait for pages that other workers hold or send it has not."""
+        return self.scheduler.has_work and not self._stalled
 
     def add(self, request: Request) -> None:
         """Accept a request; `step` then gives its deltas.
@@ -118,11 +126,26 @@ class Engine:
         for sequence in self.scheduler.add(request):
             state = self._sampler.state(request, sequence.index, sequence.limit - sequence.prompt_tokens)
             self._answers[sequence] = _Answer(state)
+        self._stalled = False
+
+    def check(self, request: Request) -> int:
+        """Refuse what `add` would refuse for what it asks, and compile its constraint.
+
+        Returns:
+            How many of its ids need not be read, since their pages are here.
+        """
+        check(request, vocab_size=self.vocab_size, context=self.context)
+        self._sampler.check(request.params)
+        keys = page_keys(request.input_ids[:-1], PAGE_SIZE)
+        return len(self.tree.match(keys)) * PAGE_SIZE
 
     def abort(self, rid: str) -> None:
         """End a request without a word. An unknown one is no error."""
         for sequence in self.scheduler.abort(rid):
             self._close(sequence)
+            if sequence in self._loads:
+                self.end_load(self._loads[sequence], filled=False)
+        self._stalled = False
 
     # ------------------------------------------------------------------ a step
     @torch.inference_mode()
@@ -131,6 +154,9 @@ class Engine:
         plan = self.scheduler.plan()
         for copy in plan.copies:
             self.cache.copy(copy.kind, copy.source, copy.target)
+        for item, source in plan.loads:
+            self._begin_load(item, source)
+        self._stalled = not plan.items
         if not plan.items:
             return []
         drafts, hidden, logits = self._run(plan)
@@ -216,6 +242,8 @@ class Engine:
                 )
             )
             if got.finish is not None:
+                if answer.request.rid in self.scheduler.leases and self._drafter is not None:
+                    self._lease_ends[answer.request.rid] = self._drafter.state_at_end(answer)
                 self._close(answer)
         return deltas
 
@@ -224,10 +252,58 @@ class Engine:
         if self._drafter is not None:
             self._drafter.forget(sequence)
 
+    # ------------------------------------------------------------------ pages of and for other workers
+    def _begin_load(self, item: Item, source: PageSource) -> None:
+        if self.fetch is None or item.sequence.state == "finished":
+            self.scheduler.end_load(item, filled=False)
+            return
+        load = Load(item, source, self.weight_version, PageBytes(self.cache))
+        self._loads[item.sequence] = load
+        self.fetch(load)
+
+    def end_load(self, load: Load, *, filled: bool) -> None:
+        """A load is over, one way or the other. Its second end is no error."""
+        sequence = load.item.sequence
+        if self._loads.get(sequence) is not load:
+            return
+        load.cancel()
+        del self._loads[sequence]
+        if filled and self._drafter is not None:
+            self._drafter.arrive(sequence, load.source.tokens, load.hidden)
+        self.scheduler.end_load(load.item, filled=filled)
+        self._stalled = False
+
+    def _end_loads(self) -> None:
+        """What waits for pages reads its prompt itself: afterwards nothing is in flight."""
+        for item, _ in self.scheduler.take_loads():
+            self.scheduler.end_load(item, filled=False)
+        for load in list(self._loads.values()):
+            self.end_load(load, filled=False)
+
+    def borrow(self, name: str) -> tuple[Lease, bytes] | None:
+        """The pages of a lease, which stay as they are until `give_back`, and the hidden state of its last slot."""
+        lease = self.scheduler.leases.get(name)
+        if lease is None:
+            return None
+        self.scheduler.pin(lease)
+        return lease, self._lease_ends.get(name, b"")
+
+    def give_back(self, lease: Lease) -> None:
+        """A reader is done with it."""
+        self.scheduler.unpin(lease)
+        self._stalled = False
+
+    def return_lease(self, name: str) -> None:
+        """Nobody will fetch these pages any more. An unknown name is no error."""
+        self.scheduler.return_lease(name)
+        self._lease_ends.pop(name, None)
+        self._stalled = False
+
     # ------------------------------------------------------------------ between steps
     def pause(self, mode: PauseMode) -> None:
         """Prepare for a time without steps; `retract` gives all pages back, ids are kept."""
         if mode == "retract":
+            self._end_loads()
             self.scheduler.retract_all()
 
     def resume(self) -> None:
@@ -248,6 +324,7 @@ class Engine:
             UserError: they cannot be read or do not fit.
         """
         self._weights.apply(update)
+        self._end_loads()
         before, self.weight_version = self.weight_version, update.weight_version or self.weight_version
         self.scheduler.set_version(self.weight_version, keep=not update.flush_cache and self.weight_version != before)
 
