@@ -6,11 +6,18 @@ Source: DeepSeek-V3, whose form GLM-4.5 and GLM-5 keep (weight 1e-4, beside the 
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
 
-def sequence_balance_loss(scores_BTE: Tensor, experts_BTM: Tensor, valid_BT: Tensor | None = None) -> Tensor:
+def sequence_balance_loss(
+    scores_BTE: Tensor,
+    experts_BTM: Tensor,
+    valid_BT: Tensor | None = None,
+    total: Callable[[Tensor], Tensor] | None = None,
+) -> Tensor:
     """sum_e f_e P_e of each sequence, summed over sequences; perfect balance gives 1 for each.
 
     f_e = E / (M T) times how often the sequence's tokens chose expert e; P_e is the mean over its tokens of e's share
@@ -21,6 +28,9 @@ def sequence_balance_loss(scores_BTE: Tensor, experts_BTM: Tensor, valid_BT: Ten
         scores_BTE: sigmoid scores of the router, without the selection bias.
         experts_BTM: integer ids of the M chosen experts of each token.
         valid_BT: bool, False for padding, which counts neither in f nor in P nor in T. A row of padding gives 0.
+        total: where other processes hold other tokens of the same sequences: sums a tensor of counts over all of them.
+            f and T are then the whole sequence's, P has the tokens here, and the losses of all processes add up to the
+            sequences'.
     """
     batch, _, experts = scores_BTE.shape
     scores_BTE = scores_BTE.float()
@@ -31,7 +41,10 @@ def sequence_balance_loss(scores_BTE: Tensor, experts_BTM: Tensor, valid_BT: Ten
     if valid_BT is not None:
         share_BTE = share_BTE.masked_fill(~valid_BT[..., None], 0.0)
         once_BX = valid_BT[..., None].expand_as(experts_BTM).flatten(1).long()
-        tokens_B1 = valid_BT.sum(-1, keepdim=True).clamp(min=1)
+        tokens_B1 = valid_BT.sum(-1, keepdim=True)
     count_BE = experts_BX.new_zeros((batch, experts)).scatter_add_(1, experts_BX, once_BX)
+    if total is not None:
+        count_BE, tokens_B1 = total(torch.cat((count_BE, tokens_B1), dim=1)).split((experts, 1), dim=1)
+    tokens_B1 = tokens_B1.clamp(min=1)
     frequency_BE = count_BE * experts / (experts_BTM.shape[-1] * tokens_B1)
     return (frequency_BE * (share_BTE.sum(1) / tokens_B1)).sum()

@@ -7,6 +7,7 @@ batches need no holes. Source: report section 2.1; `config` for the widths. Read
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
@@ -55,6 +56,33 @@ class Keys(Protocol):
     ) -> list[Part]:
         """Write new rows; what they attend to, themselves included."""
         ...
+
+
+class SharedRows(ABC):
+    """Keys of rows whose positions several processes share out among them; a call runs the positions held here.
+
+    Attributes:
+        slot_T: int64 [T], the slots of the whole rows that are held here, ascending.
+        visible: what each of them sees, in slots of the whole rows.
+    """
+
+    slot_T: Tensor
+    visible: Visibility
+
+    @property
+    def position_BT(self) -> Tensor:
+        """Rotary positions."""
+        return (self.visible.last_BT - self.visible.first_BT).clamp(min=0)
+
+    @abstractmethod
+    def store(
+        self, layer: int, slot_BT: Tensor | None, visible: Visibility, rows_BTX: Tensor, index_BTI: Tensor
+    ) -> list[Part]:
+        """Give others the new rows; everyone's, in the order of slots."""
+
+    @abstractmethod
+    def ahead(self, depth: int) -> SharedRows:
+        """The same at an MTP depth: positions whose token so far ahead is of another document see nothing."""
 
 
 @dataclass(frozen=True)

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from glm5.kernels.basic import JOIN_UP_TO, rotations
 from glm5.kernels.visibility import Visibility
 from glm5.model.block import Block
-from glm5.model.cache import Cache, cache_widths
+from glm5.model.cache import Cache, SharedRows, cache_widths
 from glm5.model.config import ModelConfig
 from glm5.model.layers import Embedding, Linear, RMSNorm, SwiGLU
 from glm5.model.mla import MLA
@@ -158,7 +158,7 @@ class GLM5(nn.Module):
         *,
         attention_mask: Tensor | None = None,
         documents: Tensor | None = None,
-        cache: Cache | PagedBatch | None = None,
+        cache: Cache | PagedBatch | SharedRows | None = None,
         sparse: bool | None = None,
         trace: Trace | None = None,
         aux: Aux | None = None,
@@ -168,6 +168,7 @@ class GLM5(nn.Module):
 
         With a `PagedBatch` input_ids are its flat batch, [1, N], and its owner's to check: a look at them would wait for
         the device. Whoever changes weights then calls `forget_joined`.
+        With `SharedRows` they are the positions held here.
         `embedded` [B, T, D] enters the first block in place of the ids' embeddings: a pipeline stage's input.
         """
         if not isinstance(cache, PagedBatch):
@@ -175,6 +176,8 @@ class GLM5(nn.Module):
         sparse = self.config.sparse if sparse is None else sparse
         if isinstance(cache, PagedBatch):
             place = Placement(cache.visible, cache.position_1N, None, None, None)
+        elif isinstance(cache, SharedRows):
+            place = Placement(cache.visible, cache.position_BT, None, None, None)
         else:
             begins = cache is None or cache.uniform == 0
             if input_ids.numel() <= JOIN_UP_TO and begins and not torch.is_grad_enabled():
@@ -193,7 +196,7 @@ class GLM5(nn.Module):
             trace.hidden.append(x)
         if isinstance(cache, PagedBatch):
             cache.keep_hidden(x)
-        elif cache is not None:
+        elif isinstance(cache, Cache):
             place.commit(cache)
         return x
 
@@ -204,6 +207,7 @@ class GLM5(nn.Module):
         depths: int,
         *,
         documents: Tensor | None = None,
+        cache: SharedRows | None = None,
         sparse: bool | None = None,
         trace: Trace | None = None,
         aux: Aux | None = None,
@@ -217,10 +221,21 @@ class GLM5(nn.Module):
             documents: as in `forward`; a position whose prediction would cross a document must get loss weight 0.
                 May be [B, S]: then positions whose token d ahead lies in another document see nothing, as padding, and
                 the indexer's loss does not count them.
+            cache: hidden_BTD are the positions of the rows that are held here, while ids_BS are the whole rows, with
+                `depths` tokens after them.
         """
         batch, tokens = hidden_BTD.shape[:2]
         ids_BS = self._checked_ids(ids_BS)
         sparse = self.config.sparse if sparse is None else sparse
+        if cache is not None:
+            for depth in range(1, depths + 1):
+                there = cache.ahead(depth)
+                embedded = self.model.embed_tokens(ids_BS[:, there.slot_T + depth])
+                options: dict[str, Any] = dict(sparse=sparse, cache=there, trace=trace, aux=aux)
+                rope = self._rope(there.position_BT)
+                hidden_BTD = self.mtp.predict(embedded, hidden_BTD, rope, there.visible, **options)
+                yield hidden_BTD
+            return
         embedded = self.model.embed_tokens(ids_BS)
         for depth in range(1, depths + 1):
             n = min(tokens, ids_BS.shape[1] - depth)

@@ -92,7 +92,7 @@ class MoE(nn.Module):
             expert_BTM, score_BTE = expert.view(batch, tokens, -1), score.view(batch, tokens, -1)
             aux.loads.append(expert_loads(expert_BTM, score.shape[-1], valid))
             if aux.balance:
-                aux.balance_losses.append(sequence_balance_loss(score_BTE, expert_BTM, valid))
+                aux.balance_losses.append(sequence_balance_loss(score_BTE, expert_BTM, valid, aux.total))
         y = self.experts(x_ND, expert, weight)
         y = y.view_as(x_BTD)
         return y if self.shared_experts is None else y + self.shared_experts(x_BTD)

@@ -5,7 +5,7 @@ Both are handed in explicitly and filled in layer order. Read next: `mla`, `moe`
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -42,6 +42,7 @@ class Aux:
         balance: compute the sequence-wise balance loss of every MoE layer.
         logits: measure the largest attention logit per head, of MLA and GQA alike.
         valid: bool [B, T], False for padding, which then counts neither in loads nor in balance.
+        total: where other processes hold other positions of the same sequences: sums a tensor of counts over them.
 
     After a pass, in layer order: `indexer_losses`; `balance_losses`, each summed over sequences; `loads`, int64
     tokens per expert, for the router bias; `logit_maxima`, fp32 [H].
@@ -49,9 +50,15 @@ class Aux:
 
     # No dataclass: FSDP hands modules copies of those that hold tensors with gradients, and would fill in the copies.
     def __init__(
-        self, *, indexer: bool = False, balance: bool = False, logits: bool = False, valid: Tensor | None = None
+        self,
+        *,
+        indexer: bool = False,
+        balance: bool = False,
+        logits: bool = False,
+        valid: Tensor | None = None,
+        total: Callable[[Tensor], Tensor] | None = None,
     ) -> None:
-        self.indexer, self.balance, self.logits, self.valid = indexer, balance, logits, valid
+        self.indexer, self.balance, self.logits, self.valid, self.total = indexer, balance, logits, valid, total
         self.indexer_losses: list[IndexerLoss] = []
         self.balance_losses: list[Tensor] = []
         self.loads: list[Tensor] = []
