@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed import P2POp
 from torch.distributed.fsdp import FSDPModule, fully_shard
@@ -85,6 +86,10 @@ class LeanStage(PipelineStage):
     def clear_runtime_states(self) -> None:
         self.fwd_cache.clear()
         self.output_chunks.clear()
+
+    def _get_init_p2p_neighbors_ops(self) -> list[P2POp]:
+        here = dist.get_rank()  # torch 2.11 greets the next stage of a V also where it is on the same rank
+        return [op for op in super()._get_init_p2p_neighbors_ops() if op.peer != here]
 
     # Passing between two stages of one rank: nothing to pass where there is no backward pass.
     def get_local_bwd_output(self, mb_index: int) -> Any:

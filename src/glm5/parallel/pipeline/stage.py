@@ -161,6 +161,8 @@ class StageModel(GLM5):
             states: of the stage before: the trunk's [B, T, D] and, after the MTP block, one of each depth.
         """
         rows, parts = work.rows[micro], self.parts
+        if not work.joint:
+            states = tuple(s.detach() for s in states)
         kept = work.kept(micro) if work.depths else 0
         trunk = Aux(indexer=work.indexer, balance=work.balance, valid=rows.valid_BT())
         mtp = Aux(indexer=work.indexer, balance=work.balance)
