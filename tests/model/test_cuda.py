@@ -72,7 +72,7 @@ def test_fast_operators_in_the_model(tokens: int, monkeypatch: pytest.MonkeyPatc
             trace = Trace(replay=selections.get("torch"))
             results[kernels] = model.hidden(ids[:, context:], cache=cache, trace=trace).float()
             selections[kernels] = trace.selected
-    assert {"cuda.sparse_mla", "cuda.index_select", "triton.grouped_swiglu"} <= used
+    assert {"cuda.absorbed_attention", "cuda.index_select", "triton.grouped_swiglu"} <= used
     difference = (results["fast"] - results["torch"]).norm() / results["torch"].norm()
     assert difference < 2e-2
 
