@@ -21,21 +21,22 @@ HEADS_EACH = 16
 
 
 @triton.jit
+def _turned(x_GR, cos, sin, G: tl.constexpr, HALF: tl.constexpr):
+    """Pairs (0, 1), (2, 3), … of each row of fp32 x_GR, rotated; cos and sin: [1, HALF]."""
+    even, odd = tl.split(tl.reshape(x_GR, [G, HALF, 2]))
+    return tl.reshape(tl.join(even * cos - odd * sin, odd * cos + even * sin), [G, 2 * HALF])
+
+
+@triton.jit
 def _turn_heads(
     x_ptr, rope_ptr, heads, first, WIDTH: tl.constexpr, OFFSET: tl.constexpr, HALF: tl.constexpr, G: tl.constexpr
 ):
     """Rotate columns [OFFSET, OFFSET + 2 HALF) of heads first … first + G - 1, in place."""
     head_G = first + tl.arange(0, G)
-    pair = tl.arange(0, HALF)
-    real = (head_G < heads)[:, None] & (pair < HALF)[None, :]
-    cos = tl.load(rope_ptr + 2 * pair)[None, :]
-    sin = tl.load(rope_ptr + 2 * pair + 1)[None, :]
-    at = x_ptr + head_G[:, None] * WIDTH + OFFSET + 2 * pair[None, :]
-    even = tl.load(at, mask=real, other=0.0).to(tl.float32)
-    odd = tl.load(at + 1, mask=real, other=0.0).to(tl.float32)
-    kind = x_ptr.dtype.element_ty
-    tl.store(at, (even * cos - odd * sin).to(kind), mask=real)
-    tl.store(at + 1, (odd * cos + even * sin).to(kind), mask=real)
+    cos, sin = tl.split(tl.reshape(tl.load(rope_ptr + tl.arange(0, 2 * HALF)), [1, HALF, 2]))
+    at = x_ptr + head_G[:, None] * WIDTH + OFFSET + tl.arange(0, 2 * HALF)[None, :]
+    x_GR = tl.load(at, mask=(head_G < heads)[:, None], other=0.0).to(tl.float32)
+    tl.store(at, _turned(x_GR, cos, sin, G, HALF).to(x_ptr.dtype.element_ty), mask=(head_G < heads)[:, None])
 
 
 @triton.jit
@@ -60,9 +61,8 @@ def _prepare(
         ik_ptr += token * down_stride
         row_ptr += token * (L + 2 * HALF)
         key_ptr += token * I
-        pair = tl.arange(0, HALF)
-        cos = tl.load(rope_ptr + 2 * pair)
-        sin = tl.load(rope_ptr + 2 * pair + 1)
+        turn = tl.arange(0, 2 * HALF)
+        cos, sin = tl.split(tl.reshape(tl.load(rope_ptr + turn), [1, HALF, 2]))
         # The cache row: normed latent, rotated key.
         col = tl.arange(0, BLOCK_L)
         real = col < L
@@ -70,10 +70,8 @@ def _prepare(
         latent = latent / tl.sqrt(tl.sum(latent * latent, 0) / L + kv_eps)
         gain = tl.load(kv_gain_ptr + col, mask=real, other=0.0)
         tl.store(row_ptr + col, latent.to(kind) * gain.to(kind), mask=real)
-        even = tl.load(kv_ptr + L + 2 * pair).to(tl.float32)
-        odd = tl.load(kv_ptr + L + 2 * pair + 1).to(tl.float32)
-        tl.store(row_ptr + L + 2 * pair, (even * cos - odd * sin).to(kind))
-        tl.store(row_ptr + L + 2 * pair + 1, (odd * cos + even * sin).to(kind))
+        key = tl.reshape(tl.load(kv_ptr + L + turn).to(tl.float32), [1, 2 * HALF])
+        tl.store(row_ptr + L + turn, tl.reshape(_turned(key, cos, sin, 1, HALF), [2 * HALF]).to(kind))
         # The index key: normed as a whole, its first columns rotated.
         col = tl.arange(0, BLOCK_I)
         real = col < I
@@ -83,16 +81,11 @@ def _prepare(
         inverse = 1.0 / tl.sqrt(tl.sum(away * away, 0) / I + k_eps)
         gain = tl.load(k_gain_ptr + col, mask=real, other=0.0).to(tl.float32)
         bias = tl.load(k_bias_ptr + col, mask=real, other=0.0).to(tl.float32)
-        key = (away * inverse * gain + bias).to(kind)
-        tl.store(key_ptr + col, key, mask=real & (col >= 2 * HALF))
-        even = tl.load(ik_ptr + 2 * pair).to(tl.float32) - mean
-        odd = tl.load(ik_ptr + 2 * pair + 1).to(tl.float32) - mean
-        gain_even, gain_odd = tl.load(k_gain_ptr + 2 * pair), tl.load(k_gain_ptr + 2 * pair + 1)
-        bias_even, bias_odd = tl.load(k_bias_ptr + 2 * pair), tl.load(k_bias_ptr + 2 * pair + 1)
-        even = (even * inverse * gain_even.to(tl.float32) + bias_even.to(tl.float32)).to(kind).to(tl.float32)
-        odd = (odd * inverse * gain_odd.to(tl.float32) + bias_odd.to(tl.float32)).to(kind).to(tl.float32)
-        tl.store(key_ptr + 2 * pair, (even * cos - odd * sin).to(kind))
-        tl.store(key_ptr + 2 * pair + 1, (odd * cos + even * sin).to(kind))
+        tl.store(key_ptr + col, (away * inverse * gain + bias).to(kind), mask=real & (col >= 2 * HALF))
+        gain, bias = tl.load(k_gain_ptr + turn).to(tl.float32), tl.load(k_bias_ptr + turn).to(tl.float32)
+        key = ((tl.load(ik_ptr + turn).to(tl.float32) - mean) * inverse * gain + bias).to(kind).to(tl.float32)
+        key = _turned(tl.reshape(key, [1, 2 * HALF]), cos, sin, 1, HALF)
+        tl.store(key_ptr + turn, tl.reshape(key, [2 * HALF]).to(kind))
         # The index heads' weights.
         head = tl.arange(0, BLOCK_J)
         weight = tl.load(iw_ptr + token * down_stride + head, mask=head < J, other=0.0).to(tl.float32)
