@@ -1,6 +1,6 @@
 """A slice of GLM-5 at true widths on one GPU: decode and prefill against the chip's limit, and beside transformers.
 
-    python benchmarks/slice.py [--parts decode,prefill,chunks,profile,peer] [--batches 1,16,64,128]
+    python benchmarks/slice.py [--parts decode,engine,prefill,chunks,profile,peer] [--batches 1,16,64,128]
                                [--contexts 8192,32768] [--layers 3] [--experts 256] [--json FILE]
 
 The slice has the first layers of GLM-5, one dense and the others MoE, with random bf16 weights that are made on the
@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import statistics
 import sys
 import time
@@ -23,13 +24,18 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")  # large prefills leave little unused
+
 import torch
 from torch import Tensor
 
 from glm5.model.config import ModelConfig
 from glm5.model.glm5 import GLM5
 from glm5.model.paged import PagedBatch, PagedCache, Run
+from glm5.serve.config import EngineConfig
+from glm5.serve.engine import Engine
 from glm5.serve.graphs import Graphs, recorder_for
+from glm5.serve.request import Request, SamplingParams
 
 BYTES_PER_S, FLOP_PER_S = 4.3e12, 790e12
 PAGE = 64
@@ -240,6 +246,29 @@ def chunks(model: GLM5, tokens: int, chunk: int) -> dict[str, Any]:
     return row
 
 
+def engine(model: GLM5, batch: int, context: int, graphs: bool) -> dict[str, Any]:
+    """Steps of the whole engine while all its sequences decode: scheduling, drawing and Python included."""
+    name = "engine's step" if graphs else "engine's step, no graphs"
+    row: dict[str, Any] = {"part": name, "batch": batch, "context": context}
+    new = 48
+    limits = dict(max_running=batch, max_batched_tokens=8192, chunk=8192, context=context + 2 * PAGE)
+    server = Engine(model, EngineConfig(pages=batch * (context // PAGE + 2), cuda_graphs=graphs, **limits))
+    params = SamplingParams(temperature=0.0, max_new_tokens=new, ignore_eos=True)
+    for prompt in random_ids(model, batch, context - new).tolist():
+        server.add(Request(prompt, params))
+    begin, times = time.perf_counter(), []
+    while server.has_work:
+        deltas = server.step()
+        now = time.perf_counter()
+        if sum(len(d.ids) for d in deltas) == batch and not any(d.finish for d in deltas):
+            times.append((now - begin) * 1e3)
+        begin = now
+    row["ms"] = statistics.median(times[4:])  # the first record
+    row["floor_ms"] = decode_floor(model.config, batch, context) * 1e3
+    row["recorded_steps"] = server.info()["recorded_steps"]
+    return row
+
+
 def peer(model: GLM5) -> Any:
     """transformers' model over the same tensors."""
     from transformers import AutoConfig, GlmMoeDsaForCausalLM
@@ -263,21 +292,21 @@ def peer_rows(model: GLM5, context: int, tokens: int) -> list[dict[str, Any]]:
     reference, rows = peer(model), []
     for attention, experts in (("sdpa", "grouped_mm"), ("eager", "batched_mm"), ("sdpa", "batched_mm")):
         reference.set_attn_implementation(attention)
-        reference.set_experts_implementation(experts)
+        reference.set_experts_implementation("grouped_mm")  # for the prompt: the other would copy experts per token
         row: dict[str, Any] = {"part": f"transformers decode, {attention} + {experts}", "batch": 1, "context": context}
         try:
             cache = DynamicCache(config=reference.config)
             for _ in range(0, context, 2048):
                 reference(random_ids(model, 1, 2048), past_key_values=cache, use_cache=True, logits_to_keep=1)
             token = random_ids(model, 1, 1)
+            reference.set_experts_implementation(experts)
 
             def step(token: Tensor = token, cache: Any = cache) -> Tensor:
                 return reference(token, past_key_values=cache, use_cache=True).logits[0, -1].argmax()
 
             row["ms"] = median_ms(step)
         except Exception as problem:
-            traceback.print_exc()
-            row["failed"] = f"{type(problem).__name__}: {str(problem)[:200]}"
+            row["failed"] = f"{type(problem).__name__}: {str(problem)[:120]}"
         rows.append(row)
         cache = step = None  # type: ignore[assignment]
         torch.cuda.empty_cache()
@@ -295,7 +324,8 @@ def peer_rows(model: GLM5, context: int, tokens: int) -> list[dict[str, Any]]:
             with peak_gib(row):
                 row["ms"] = median_ms(run, repeats=2, warm=0)
         except Exception as problem:
-            row["failed"] = f"{type(problem).__name__}: {str(problem)[:200]}"
+            row["failed"] = f"{type(problem).__name__}: {str(problem)[:120]}"
+            print("".join(traceback.format_exception(problem)[-3:]), file=sys.stderr)
         rows.append(row)
         torch.cuda.empty_cache()
     return rows
@@ -319,7 +349,7 @@ def show(row: dict[str, Any]) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--parts", default="decode,prefill,chunks,profile,peer")
+    parser.add_argument("--parts", default="decode,engine,prefill,chunks,profile,peer")
     parser.add_argument("--batches", default="1,16,64,128")
     parser.add_argument("--contexts", default="8192,32768")
     parser.add_argument("--prefill", type=int, default=16384)
@@ -359,6 +389,10 @@ def main() -> None:
                 for context in contexts:
                     add(decode, batch, context, True)
             add(decode, batches[0], contexts[0], False)
+        if "engine" in parts:
+            for batch in {batches[0], 64}:
+                add(engine, batch, contexts[0], True)
+                add(engine, batch, contexts[0], False)
         if "prefill" in parts:
             add(prefill, a.prefill)
         if "chunks" in parts:
