@@ -1,0 +1,161 @@
+"""From rewards to advantages: by groups of answers to one prompt, and what becomes of groups that are not whole.
+
+A group is the answers to one prompt, [G] rewards of it. Everything here is plain arithmetic on Python numbers, but for
+distillation, which is token by token. Order of work: verdicts → `repair` (which answers count) → `group_advantages` on
+what is left, each answer once → `repeats`. A copy thus never moves its group's mean. Sources: the report, sections 3.2,
+3.3, 3.5 and 4.1; DAPO (arXiv:2503.14476) for overlong shaping and dynamic sampling; RLOO (arXiv:2402.14740). Read next:
+`losses`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from torch import Tensor
+
+from glm5.utils.errors import ConfigError
+
+Baseline = Literal["std", "mean", "leave_one_out"]
+
+EPSILON = 1e-6  # added to std, so that rewards that differ by rounding alone do not become advantages of 1
+
+
+def group_advantages(rewards: Sequence[float], baseline: Baseline = "std") -> list[float]:
+    """The advantage of each answer of a group.
+
+    "std": (R_i - mean) / (std + 1e-6), with the deviation over G (GRPO; report Eq. 1). "mean": R_i - mean (Dr. GRPO;
+    the report's agents, section 4.1). "leave_one_out": R_i - mean of the others (RLOO), which is G / (G - 1) times
+    "mean"; a single answer has no others, and gets 0.
+
+    Raises:
+        ConfigError: a reward is not finite: an answer without a verdict must leave the group before (`repair`).
+    """
+    bad = next((r for r in rewards if not math.isfinite(r)), None)
+    if bad is not None:
+        raise ConfigError("rewards", bad, "must be finite; take answers without a verdict out of their group first")
+    count = len(rewards)
+    if not count:
+        return []
+    mean = math.fsum(rewards) / count
+    centred = [r - mean for r in rewards]
+    if _same(rewards):
+        return [0.0] * count  # exactly, where the mean's rounding would leave a trace
+    if baseline == "mean":
+        return centred
+    if baseline == "leave_one_out":
+        return [c * count / (count - 1) for c in centred]
+    std = math.sqrt(math.fsum(c * c for c in centred) / count)
+    return [c / (std + EPSILON) for c in centred]
+
+
+def _same(rewards: Sequence[float]) -> bool:
+    return all(r == rewards[0] for r in rewards)
+
+
+# ---------------------------------------------------------------------------------------------------- groups
+@dataclass(frozen=True)
+class Filtered:
+    """Groups that can teach something. kept: their numbers; the counts are of those that were left out."""
+
+    kept: list[int]
+    all_equal_high: int
+    all_equal_low: int
+    empty: int
+
+    @property
+    def zero_variance(self) -> int:
+        return self.all_equal_high + self.all_equal_low
+
+
+def dynamic_sampling(groups: Sequence[Sequence[float]], solved_at: float = 1.0) -> Filtered:
+    """Leave out groups whose rewards are all equal: their advantages are 0 (DAPO, dynamic sampling).
+
+    Such groups are counted by what they say of the prompt: too easy (`all_equal_high`: all at `solved_at` or above) or
+    too hard. Whoever samples goes on until a batch is full; the share that was left out is `frac_reward_zero_std`.
+    """
+    kept, high, low, empty = [], 0, 0, 0
+    for number, rewards in enumerate(groups):
+        if not rewards:
+            empty += 1
+        elif not _same(rewards):
+            kept.append(number)
+        elif rewards[0] >= solved_at:
+            high += 1
+        else:
+            low += 1
+    return Filtered(kept, high, low, empty)
+
+
+@dataclass(frozen=True)
+class Repaired:
+    """A group after its invalid answers have left. members: the numbers of the answers that fill its G places, a number
+    twice where it is repeated; empty where the group is dropped."""
+
+    members: list[int]
+    dropped: bool
+
+    @property
+    def unique(self) -> list[int]:
+        """The answers that advantages are made of: each once."""
+        return list(dict.fromkeys(self.members))
+
+
+def repair(valid: Sequence[bool]) -> Repaired:
+    """The report's rule for answers that failed for reasons not their own (section 4.1): where more than half of the
+    group is valid, valid ones are repeated, in their order, until it is full; else the group is dropped.
+
+    Half is not more than half.
+    """
+    there = [number for number, ok in enumerate(valid) if ok]
+    if 2 * len(there) <= len(valid):
+        return Repaired([], True)
+    return Repaired([there[i % len(there)] for i in range(len(valid))], False)
+
+
+def repaired_advantages(
+    rewards: Sequence[float | None], baseline: Baseline = "std"
+) -> tuple[dict[int, float], dict[int, int]] | None:
+    """Advantages of a group's valid answers (a reward of None is invalid), and how often each is there.
+
+    Advantages are made before repetition, of each valid answer once: copies would pull mean and deviation towards
+    whoever stands first. None where the group is dropped.
+    """
+    repaired = repair([r is not None for r in rewards])
+    if repaired.dropped:
+        return None
+    unique = repaired.unique
+    made = group_advantages([r for r in rewards if r is not None], baseline)
+    return dict(zip(unique, made, strict=True)), dict(Counter(repaired.members))
+
+
+# ---------------------------------------------------------------------------------------------------- shaping
+def overlong_penalty(length: int, longest: int, margin: int) -> float:
+    """What is added to a reward for an answer's length: 0 up to longest - margin, from there on a straight line to -1
+    at `longest`, and -1 beyond (DAPO, soft overlong punishment).
+
+    Raises:
+        ConfigError: `margin` is not in [0, longest].
+    """
+    if not 0 <= margin <= longest:
+        raise ConfigError("margin", margin, f"must lie in [0, longest={longest}]")
+    begins = longest - margin
+    if length <= begins:
+        return 0.0
+    return -1.0 if length >= longest else (begins - length) / margin
+
+
+def distillation_advantages(teacher_logprobs_N: Tensor, logprobs_N: Tensor, weight: float = 1.0) -> Tensor:
+    """On-policy distillation's advantage of each token, sg[log π_teacher - log π_θ] (report, Eq. 2), times `weight`.
+
+    It takes the place of Â in Eq. 1, with groups of one: in the mean its gradient is that of -KL(π_θ ‖ π_teacher).
+    Added to a task's advantage with weight λ it is a penalty for leaving the teacher.
+
+    Args:
+        teacher_logprobs_N: of the engine that serves the teacher. logprobs_N: the trainer's; both of the tokens drawn,
+            under the same temperature and kept set.
+    """
+    return weight * (teacher_logprobs_N - logprobs_N).detach()

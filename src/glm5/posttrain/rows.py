@@ -1,0 +1,202 @@
+"""Rollouts to packed rows: the one place where a token's figures are moved to the query that predicts it.
+
+Outside, everything stands at its token: id, whether the policy drew it, the engine's log-probability, the kept set. In
+`PolicyRows` everything stands at the query before it, as the model's outputs do, so entry t is about token t + 1 of its
+document, and nothing else ever shifts. A rollout may be several trajectories, where its context was folded or forked
+(report, section 4.1): they share its number, and weigh together as one. Read next: `losses`, `logprobs`,
+`glm5.data.packing`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from glm5.data.packing import first_and_positions, plan_rows
+from glm5.model.glm5 import GLM5
+from glm5.posttrain.logprobs import ActionLogprobs, Kept, action_logprobs
+from glm5.posttrain.losses import Actions, BatchCounts
+from glm5.utils.errors import ConfigError, DataError
+
+
+@dataclass(frozen=True)
+class Trajectory:
+    """Ids that only grew, and which of them the policy drew. All sequences have L entries, one a token.
+
+    Args:
+        ids: prompt, answers, observations, in order.
+        drawn: True where the policy drew the id, and it is to be learned from.
+        logprobs: the engine's for drawn ids, of the distribution that it drew from; whatever else elsewhere.
+        rollout: number of the rollout that this is all or a part of.
+        advantages: one for all drawn tokens, or one a token.
+        temperature: of the draws.
+        kept: the ids that each drawn one was drawn from (None: all).
+    """
+
+    ids: Sequence[int]
+    drawn: Sequence[bool]
+    logprobs: Sequence[float]
+    rollout: int
+    advantages: float | Sequence[float] = 0.0
+    temperature: float = 1.0
+    kept: Sequence[Sequence[int] | None] | None = None
+
+    def __post_init__(self) -> None:
+        length = len(self.ids)
+        per_token: dict[str, object] = {"drawn": self.drawn, "logprobs": self.logprobs, "kept": self.kept}
+        if not isinstance(self.advantages, float | int):
+            per_token["advantages"] = self.advantages
+        for name, values in per_token.items():
+            if isinstance(values, Sequence) and len(values) != length:
+                raise DataError(f"{name} has {len(values)} entries for {length} ids", "Give one for each id")
+        if length and self.drawn[0]:
+            raise DataError("drawn[0] is True, and nothing comes before it", "Begin with the prompt")
+        if not 0 < self.temperature < float("inf"):
+            rule = "must be above 0: a greedy answer has no log-probability to learn from"
+            raise ConfigError("temperature", self.temperature, rule)
+
+
+@dataclass(frozen=True)
+class PolicyRows:
+    """Packed rows: B rows of T queries. See the module for where things stand.
+
+    Args:
+        input_BT, target_BT: int64, what each query reads and what comes after it.
+        first_BT: the slot where each query's document begins; past its own for padding.
+        mask_BT: whether the target is an action. rollout_BT: its rollout, -1 in padding.
+        advantages_BT, logprobs_BT (the engine's), temperature_BT: of the target, fp32.
+        kept: of the B·T targets; None where no draw was cut.
+    """
+
+    input_BT: Tensor
+    target_BT: Tensor
+    first_BT: Tensor
+    mask_BT: Tensor
+    rollout_BT: Tensor
+    advantages_BT: Tensor
+    logprobs_BT: Tensor
+    temperature_BT: Tensor
+    kept: Kept | None
+
+    def __len__(self) -> int:
+        return len(self.input_BT)
+
+    def _with(self, of: dict[str, Tensor], kept: Kept | None) -> PolicyRows:
+        return replace(self, **of, kept=kept)
+
+    def _tensors(self) -> dict[str, Tensor]:
+        return {name: value for name, value in vars(self).items() if isinstance(value, Tensor)}
+
+    def to(self, device: torch.device) -> PolicyRows:
+        kept = None if self.kept is None else self.kept.to(device)
+        return self._with({name: t.to(device) for name, t in self._tensors().items()}, kept)
+
+    def take(self, rows: Sequence[int]) -> PolicyRows:
+        """These rows; -1 is an empty row, which reads like any other and trains nothing."""
+        index = torch.tensor(list(rows), dtype=torch.int64, device=self.input_BT.device)
+        found = {name: t[index.clamp(min=0)] for name, t in self._tensors().items()}
+        found["mask_BT"] = found["mask_BT"] & (index >= 0)[:, None]
+        kept = self.kept
+        if kept is not None:
+            slots = torch.arange(self.input_BT.shape[1], device=index.device)
+            kept = kept.select((index.clamp(min=0)[:, None] * self.input_BT.shape[1] + slots).flatten())
+        return self._with(found, kept)
+
+    def counts(self, rollouts: int) -> BatchCounts:
+        """Actions of each of the whole batch's rollouts in these rows."""
+        return BatchCounts.of(self.mask_BT.flatten(), self.rollout_BT.flatten(), rollouts)
+
+    def logprobs(self, model: GLM5, *, sparse: bool | None = None, with_entropy: bool = False) -> ActionLogprobs:
+        """The model's log π of the A actions of these rows, in the order of `mask_BT`, as they were drawn."""
+        hidden_BTD = model.hidden(self.input_BT, documents=self.first_BT, sparse=sparse)
+        at_A = self.mask_BT.flatten().nonzero().squeeze(1)
+        return action_logprobs(
+            hidden_BTD.flatten(0, 1)[at_A],
+            model.lm_head.weight,
+            self.target_BT.flatten()[at_A],
+            temperature_N=self.temperature_BT.flatten()[at_A],
+            kept=None if self.kept is None else self.kept.select(at_A),
+            with_entropy=with_entropy,
+        )
+
+    def actions(self, found: ActionLogprobs, **more: Tensor | None) -> Actions:
+        """What a loss reads, of the A actions that `logprobs` gave; `more` are further fields of `Actions`, [A] too."""
+        at_A = self.mask_BT.flatten()
+        return Actions(
+            logprobs=found.logprobs_N,
+            mask=torch.ones_like(found.logprobs_N, dtype=torch.bool),
+            sequence=self.rollout_BT.flatten()[at_A],
+            advantages=self.advantages_BT.flatten()[at_A],
+            rollout_logprobs=self.logprobs_BT.flatten()[at_A],
+            entropy=found.entropy_N,
+            **more,
+        )
+
+
+def pack(trajectories: Sequence[Trajectory], seq_len: int, *, packed: bool = True) -> PolicyRows:
+    """Trajectories in rows of `seq_len` queries, best fit first, none reading another; or one to a row.
+
+    Raises:
+        DataError: a trajectory is shorter than two tokens, or longer than a row: cut it where it was drawn, for a piece
+            would be scored without its beginning.
+    """
+    lengths = [len(t.ids) for t in trajectories]
+    for number, length in enumerate(lengths):
+        if not 2 <= length <= seq_len + 1:
+            what = f"trajectory {number} has {length} tokens, and a row of {seq_len} queries holds 2 to {seq_len + 1}"
+            raise DataError(what, "Use longer rows, or a lower limit for answers")
+    if packed and trajectories:
+        plan = plan_rows(lengths, seq_len, 1)
+        edges = zip(plan.row_starts[:-1].tolist(), plan.row_starts[1:].tolist(), strict=True)
+        rows = [plan.document[a:b].tolist() for a, b in edges]
+    else:
+        rows = [[number] for number in range(len(trajectories))]
+    shape = (len(rows), seq_len + 1)
+    ids, document = np.zeros(shape, np.int64), np.full(shape, -1, np.int32)
+    drawn, rollout = np.zeros(shape, bool), np.full(shape, -1, np.int64)
+    advantage, logprob = np.zeros(shape, np.float32), np.zeros(shape, np.float32)
+    temperature = np.ones(shape, np.float32)
+    sets: dict[tuple[int, int], Sequence[int]] = {}
+    for row, members in enumerate(rows):
+        slot = 0
+        for number in members:
+            t = trajectories[number]
+            here = (row, slice(slot, slot + len(t.ids)))
+            ids[here], document[here], rollout[here] = t.ids, number, t.rollout
+            drawn[here], temperature[here] = t.drawn, t.temperature
+            advantage[here], logprob[here] = t.advantages, np.where(t.drawn, np.asarray(t.logprobs, np.float32), 0.0)
+            for at, kept in enumerate(t.kept or ()):
+                if kept and t.drawn[at]:
+                    sets[row, slot + at - 1] = kept
+            slot += len(t.ids)
+    # From tokens to the queries before them: here, and nowhere else.
+    same = document[:, 1:] == document[:, :-1]
+    kept_in_order = [sets.get((row, query)) for row in range(shape[0]) for query in range(seq_len)] if sets else []
+    return PolicyRows(
+        input_BT=torch.from_numpy(ids[:, :-1].copy()),
+        target_BT=torch.from_numpy(np.where(same, ids[:, 1:], 0)),
+        first_BT=torch.from_numpy(first_and_positions(document[:, :-1])[0]).long(),
+        mask_BT=torch.from_numpy(drawn[:, 1:] & same),
+        rollout_BT=torch.from_numpy(np.where(same, rollout[:, 1:], -1)),
+        advantages_BT=torch.from_numpy(np.where(same, advantage[:, 1:], 0)),
+        logprobs_BT=torch.from_numpy(np.where(same, logprob[:, 1:], 0)),
+        temperature_BT=torch.from_numpy(np.where(same, temperature[:, 1:], 1)),
+        kept=Kept.of(kept_in_order) if sets else None,
+    )
+
+
+def micro_batches(rows: int, size: int, ranks: int = 1) -> list[list[list[int]]]:
+    """Which rows each rank reads in each micro-batch: as many micro-batches on every rank, of `size` rows each.
+
+    What is missing is filled with -1, an empty row (`PolicyRows.take`): ranks that made unequally many would wait for
+    each other for ever. Every row is there once.
+    """
+    if size < 1:
+        raise ConfigError("size", size, "must be at least 1")
+    steps = -(-rows // (size * ranks))
+    numbers = [*range(rows), *[-1] * (steps * size * ranks - rows)]
+    return [[numbers[(step * ranks + rank) * size :][:size] for step in range(steps)] for rank in range(ranks)]
