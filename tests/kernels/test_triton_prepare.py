@@ -104,6 +104,20 @@ def test_route_ties_go_to_the_lower_expert(normalise: bool) -> None:
     torch.testing.assert_close(ours[1:], theirs[1:], atol=1e-6, rtol=1e-6)
 
 
+@pytest.mark.parametrize("tokens", [1, 20, 300])
+def test_router_has_the_precision_of_fp32(tokens: int) -> None:
+    generator = torch.Generator().manual_seed(tokens)
+    x = torch.randn(tokens, 200, generator=generator).to(torch.bfloat16).to(DEVICE, DTYPE)  # values that bf16 holds
+    weight = torch.randn(70, 200, generator=generator).to(DEVICE)
+    bias = torch.zeros(70, device=DEVICE)
+    logits, expert, share, score = fast.router(x, weight, bias, 5, normalise=True, scaling=2.5)
+    exact = x.double() @ weight.double().T
+    assert float((logits.double() - exact).norm() / exact.norm()) < 1e-6
+    again = route(logits, bias, 5, scaling=2.5)
+    assert torch.equal(expert, again[0])
+    torch.testing.assert_close((share, score), again[1:], atol=1e-6, rtol=1e-6)
+
+
 def test_route_of_nan_stays_inside_and_is_nan() -> None:
     logits = torch.zeros(2, 12, device=DEVICE)
     logits[1] = torch.nan

@@ -27,6 +27,7 @@ _HOME = {
     "prepare": "glm5.kernels.triton.prepare",
     "project": "glm5.kernels.triton.prepare",
     "route": "glm5.kernels.triton.route",
+    "router": "glm5.kernels.triton.route",
     "by_head": "glm5.kernels.triton.absorbed",
 }
 __all__ = ["available", *_HOME]

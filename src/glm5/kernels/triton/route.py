@@ -1,7 +1,10 @@
-"""The router's choice in Triton: sigmoid, bias, the best experts in order, and their weights, in one launch.
+"""The router in Triton, in two launches: logits in fp32 from bf16 tokens; the best experts in order, and their weights.
 
-A program takes a token: one register row of all experts, from which the best is taken as often as a token has experts.
-Source: report section 2.1, DeepSeek-V3. Read next: `moe`; `glm5.kernels.moe.route` for the specification.
+**Logits.** The router's weights are fp32, and no tensor core multiplies those. Each is the sum of three bf16 numbers,
+hi + mid + lo, to its last bit, so three bf16 products that add up in fp32 give fp32's result at many times its speed.
+With few tokens the width is divided over programs too, and the next launch adds the shares in a fixed order.
+**Choice.** A program takes a token: one register row of all experts, from which the best is taken as often as a token
+has experts. Source: report section 2.1, DeepSeek-V3. Read next: `moe`; `glm5.kernels.moe.route` for the specification.
 """
 
 # mypy: disallow-untyped-defs=false, disallow-incomplete-defs=false
@@ -13,16 +16,51 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+SHARES_UP_TO = 256  # tokens up to which programs divide the width
+
+
+@triton.jit
+def _logits(
+    x_ptr, w_ptr, part_ptr, tokens, D, x_stride,
+    E: tl.constexpr, STEPS: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_E: tl.constexpr, BLOCK_D: tl.constexpr,
+):  # fmt: skip
+    """part[share, token, expert] = the share of x w^T of columns [share * STEPS * BLOCK_D, …)."""
+    token_T = tl.program_id(0) * BLOCK_T + tl.arange(0, BLOCK_T)
+    expert_E = tl.program_id(1) * BLOCK_E + tl.arange(0, BLOCK_E)
+    share = tl.program_id(2)
+    col_D = share * STEPS * BLOCK_D + tl.arange(0, BLOCK_D)
+    x_TD = x_ptr + token_T[:, None].to(tl.int64) * x_stride + col_D[None, :]
+    w_ED = w_ptr + expert_E[:, None].to(tl.int64) * D + col_D[None, :]
+    acc_TE = tl.zeros([BLOCK_T, BLOCK_E], tl.float32)
+    for step in range(STEPS):
+        inside = (col_D + step * BLOCK_D < D)[None, :]
+        x = tl.load(x_TD + step * BLOCK_D, mask=(token_T < tokens)[:, None] & inside, other=0.0)
+        w = tl.load(w_ED + step * BLOCK_D, mask=(expert_E < E)[:, None] & inside, other=0.0)
+        hi = w.to(x.dtype)
+        rest = w - hi.to(tl.float32)
+        mid = rest.to(x.dtype)
+        lo = (rest - mid.to(tl.float32)).to(x.dtype)
+        acc_TE = tl.dot(x, tl.trans(lo), acc=acc_TE)
+        acc_TE = tl.dot(x, tl.trans(mid), acc=acc_TE)
+        acc_TE = tl.dot(x, tl.trans(hi), acc=acc_TE)
+    at = (share * tokens + token_T[:, None].to(tl.int64)) * E + expert_E[None, :]
+    tl.store(part_ptr + at, acc_TE, mask=(token_T < tokens)[:, None] & (expert_E < E)[None, :])
+
 
 @triton.jit
 def _route(
-    logit_ptr, bias_ptr, expert_ptr, weight_ptr, score_ptr, logit_stride, scaling,
-    E: tl.constexpr, P: tl.constexpr, M: tl.constexpr, MP: tl.constexpr, NORMALISE: tl.constexpr,
+    logit_ptr, sum_ptr, bias_ptr, expert_ptr, weight_ptr, score_ptr, logit_stride, share_stride, scaling,
+    E: tl.constexpr, P: tl.constexpr, M: tl.constexpr, MP: tl.constexpr, SHARES: tl.constexpr, NORMALISE: tl.constexpr,
 ):  # fmt: skip
+    """Logits are the sum of SHARES parts, which goes to `sum_ptr` where there are several."""
     token = tl.program_id(0).to(tl.int64)
     slot_P = tl.arange(0, P)
     real_P = slot_P < E
     logit_P = tl.load(logit_ptr + token * logit_stride + slot_P, mask=real_P, other=0.0).to(tl.float32)
+    for share in range(1, SHARES):
+        logit_P += tl.load(logit_ptr + share * share_stride + token * logit_stride + slot_P, mask=real_P, other=0.0)
+    if SHARES > 1:
+        tl.store(sum_ptr + token * E + slot_P, logit_P, mask=real_P)
     score_P = 1.0 / (1.0 + tl.exp(-logit_P))
     tl.store(score_ptr + token * E + slot_P, score_P, mask=real_P)
     bias_P = tl.load(bias_ptr + slot_P, mask=real_P, other=0.0).to(tl.float32)
@@ -46,15 +84,48 @@ def route(
     logits_NE: Tensor, bias_E: Tensor, top_k: int, *, normalise: bool, scaling: float
 ) -> tuple[Tensor, Tensor, Tensor]:
     """As `glm5.kernels.moe.route` with one group: expert_NM int64, weight_NM and score_NE fp32. Bias is fp32."""
-    tokens, experts = logits_NE.shape
-    device = logits_NE.device
+    return _choose(logits_NE[None], bias_E, top_k, normalise, scaling)[1:]
+
+
+def router(
+    x_ND: Tensor, weight_ED: Tensor, bias_E: Tensor, top_k: int, *, normalise: bool, scaling: float
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """logits_NE = x weight^T in fp32, and `route` of them.
+
+    Args:
+        x_ND: bf16, contiguous columns. weight_ED: fp32, contiguous.
+    """
+    (tokens, width), experts = x_ND.shape, weight_ED.shape[0]
+    block_t = min(64, max(16, triton.next_power_of_2(tokens)))
+    block_e, block_d = (64, 64) if tokens <= SHARES_UP_TO else (128, 64)
+    steps = triton.cdiv(width, block_d)
+    if tokens <= SHARES_UP_TO:
+        steps = triton.cdiv(
+            steps, max(1, min(16, 128 // (triton.cdiv(tokens, block_t) * triton.cdiv(experts, block_e))))
+        )
+    shares = triton.cdiv(width, steps * block_d)
+    parts = torch.empty(shares, tokens, experts, dtype=torch.float32, device=x_ND.device)
+    if tokens:
+        _logits[(triton.cdiv(tokens, block_t), triton.cdiv(experts, block_e), shares)](
+            x_ND, weight_ED, parts, tokens, width, x_ND.stride(0),
+            E=experts, STEPS=steps, BLOCK_T=block_t, BLOCK_E=block_e, BLOCK_D=block_d, num_warps=4, num_stages=3,
+        )  # fmt: skip
+    return _choose(parts, bias_E, top_k, normalise, scaling)
+
+
+def _choose(
+    parts_SNE: Tensor, bias_E: Tensor, top_k: int, normalise: bool, scaling: float
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    shares, tokens, experts = parts_SNE.shape
+    device = parts_SNE.device
+    logits = parts_SNE[0] if shares == 1 else torch.empty(tokens, experts, dtype=torch.float32, device=device)
     expert = torch.empty(tokens, top_k, dtype=torch.int64, device=device)
     weight = torch.empty(tokens, top_k, dtype=torch.float32, device=device)
     score = torch.empty(tokens, experts, dtype=torch.float32, device=device)
     if tokens:
         _route[(tokens,)](
-            logits_NE, bias_E, expert, weight, score, logits_NE.stride(0), scaling,
+            parts_SNE, logits, bias_E, expert, weight, score, parts_SNE.stride(1), parts_SNE.stride(0), scaling,
             E=experts, P=triton.next_power_of_2(experts), M=top_k, MP=triton.next_power_of_2(top_k),
-            NORMALISE=normalise, num_warps=1,
+            SHARES=shares, NORMALISE=normalise, num_warps=1,
         )  # fmt: skip
-    return expert, weight, score
+    return logits, expert, weight, score
