@@ -184,6 +184,12 @@ def _absorbed(q_nope: Tensor, rows: Tensor, up: Tensor) -> str | None:
     return _plain_bf16(q_nope, rows, up)
 
 
+def _router(x_ND: Tensor, weight_ED: Tensor) -> str | None:
+    if weight_ED.dtype != torch.float32 or not weight_ED.is_contiguous():
+        return "takes contiguous fp32 weights"
+    return _rows_at_one_stride(x_ND, weight_ED)
+
+
 def _route(logits_NE: Tensor, bias_E: Tensor) -> str | None:
     if torch.is_grad_enabled() and logits_NE.requires_grad:
         return "has no backward"
@@ -272,6 +278,7 @@ OPERATORS: dict[str, tuple[Fast, ...]] = {
         Fast("cpu.absorbed_attention", _compiler, _cpu_absorbed, _load_cpu("absorbed_attention")),
     ),
     "indexer_loss": (),
+    "router": (Fast("triton.router", _triton, _router, _load_triton("router")),),
     "route": (
         Fast("triton.route", _triton, _route, _load_triton("route")),
         Fast("cpu.route", _compiler, _plain_fp32, _load_cpu("route")),

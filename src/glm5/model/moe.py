@@ -48,8 +48,15 @@ class Router(nn.Module):
 
     def forward(self, x_ND: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """logits_NE, expert_NM, weight_NM, score_NE, all but the ids fp32."""
-        logits = F.linear(x_ND.float(), self.weight)
         settings: dict[str, Any] = self.settings
+        fast = pick("router", x_ND, self.weight) if settings["n_group"] == 1 else None
+        if fast is not None:
+            some = {k: settings[k] for k in ("top_k", "normalise", "scaling")}
+            routed: tuple[Tensor, Tensor, Tensor, Tensor] = fast(
+                x_ND, self.weight, self.e_score_correction_bias, **some
+            )
+            return routed
+        logits = F.linear(x_ND.float(), self.weight)
         return logits, *route(logits, self.e_score_correction_bias, **settings)
 
 
