@@ -23,107 +23,19 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import cached_property
 from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
-from torch.distributed.tensor import DTensor
-from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+from glm5.parallel.holdings import Box, Holdings
+
+__all__ = ["Box", "Holdings", "Matrix", "MuonExchange", "Piece", "Strip", "Unit", "assign", "pieces_of"]
 
 # Bytes of inputs that one owner takes in one all-to-all.
 BUCKET_BYTES = 64 << 20
-
-# The part of a parameter, seen as [slices, rows, columns], that a rank holds: (first, past the last) of each axis.
-Box = tuple[tuple[int, int], tuple[int, int], tuple[int, int]]
-
-
-def local_box(t: Tensor) -> Box:
-    """Where this rank's part of a parameter lies in the whole."""
-    shape: tuple[int, ...] = tuple(t.shape)
-    offset: tuple[int, ...] = (0,) * t.ndim
-    if isinstance(t, DTensor):
-        shape, offset = compute_local_shape_and_global_offset(t.shape, t.device_mesh, t.placements)
-    spans = [(o, o + n) for o, n in zip(offset, shape, strict=True)]
-    front: list[tuple[int, int]] = [(0, 1)] * (3 - len(spans))
-    slices, rows, columns = front + spans
-    return slices, rows, columns
-
-
-class Holdings:
-    """Which rank of a group holds which part of which parameter.
-
-    Args:
-        parameters: of the model as it is laid out; the same ones, in the same order, on every rank of the group.
-        group: the ranks that hold the parameters between them: of one pipeline stage.
-        everyone: whose sums make a total, by default `group`: all stages, where there are several.
-    """
-
-    def __init__(self, parameters: Sequence[Tensor], group: ProcessGroup, everyone: ProcessGroup | None = None) -> None:
-        self.group, self.everyone = group, everyone or group
-        self.parameters = list(parameters)
-        mine = [local_box(p) for p in parameters]
-        gathered: list[list[Box]] = [[] for _ in range(group.size())]
-        dist.all_gather_object(gathered, mine, group=group)
-        self.rank = group.rank()
-        self.boxes = gathered
-        self._index = {p: i for i, p in enumerate(parameters)}
-
-    def of(self, parameters: Sequence[Tensor]) -> list[list[Box]]:
-        """[rank][parameter]: where these parameters' parts lie."""
-        numbers = [self._index[p] for p in parameters]
-        return [[boxes[i] for i in numbers] for boxes in self.boxes]
-
-    @cached_property
-    def _replicas(self) -> list[int]:
-        return [sum(boxes[i] == mine for boxes in self.boxes) for i, mine in enumerate(self.boxes[self.rank])]
-
-    def replicas(self, parameter: Tensor) -> int:
-        """Ranks that hold the same part of it as this one, this one included."""
-        return self._replicas[self._index[parameter]]
-
-    @staticmethod
-    def local(t: Tensor) -> Tensor:
-        """What this rank holds of a parameter or of its state; under `no_grad`, sharing its memory."""
-        return t.to_local() if isinstance(t, DTensor) else t
-
-    def gradient(self, p: Tensor) -> Tensor:
-        """What this rank holds of a gradient, which must lie as its parameter does.
-
-        Raises:
-            ValueError: it lies otherwise, as a sum that was not finished does.
-        """
-        assert p.grad is not None
-        if isinstance(p, DTensor) and not (isinstance(p.grad, DTensor) and p.grad.placements == p.placements):
-            layout = getattr(p.grad, "placements", "a plain tensor")
-            raise ValueError(f"the gradient of a parameter of {p.placements} is {layout}: redistribute it first")
-        return self.local(p.grad)
-
-    def laid_out(self, t: Tensor, p: Tensor) -> Tensor:
-        """A whole tensor of the parameter's shape, laid out like it; one that is laid out already is returned."""
-        if isinstance(t, DTensor) or not isinstance(p, DTensor):
-            return t
-        part = t[tuple(slice(*span) for span in self.boxes[self.rank][self._index[p]][3 - t.ndim :])].clone()
-        return DTensor.from_local(part.to(p.device), p.device_mesh, p.placements, shape=p.shape, stride=p.stride())
-
-    def norm(self, parameters: Sequence[Tensor], norms: Sequence[Tensor]) -> float:
-        """The L2 norm of everyone's tensors that lie as these parameters, from the norms of this rank's parts."""
-        device = self.parameters[0].device
-        squares = [n.double().square() / self.replicas(p) for p, n in zip(parameters, norms, strict=True)]
-        zero = torch.zeros((), dtype=torch.float64, device=device)
-        return float(self.total(torch.stack([zero, *squares]).sum())) ** 0.5
-
-    def total(self, x: Tensor) -> Tensor:
-        """Sum of `x` over everyone. It is changed in place."""
-        dist.all_reduce(x, group=self.everyone)
-        return x
-
-    def largest(self, x: Tensor) -> Tensor:
-        """Elementwise maximum over the group. `x` is changed in place."""
-        dist.all_reduce(x, dist.ReduceOp.MAX, group=self.group)
-        return x
 
 
 @dataclass(frozen=True)
@@ -152,10 +64,6 @@ class Matrix:
         short, long = sorted((self.height, self.columns))
         return short, long
 
-    def oriented(self, x_AB: Tensor) -> Tensor:
-        """[height, columns], sharing memory with the matrix [short, long] of a batch."""
-        return x_AB.mT if self.height > self.columns else x_AB
-
 
 class Piece(NamedTuple):
     """A rectangle of a matrix that a rank holds: its corner in the matrix, and in the rank's part of the parameter."""
@@ -173,14 +81,43 @@ class Piece(NamedTuple):
     def numel(self) -> int:
         return self.rows * self.columns
 
-    def of(self, held: Tensor) -> Tensor:
-        """The rectangle of the rank's part of the parameter."""
-        x = held if held.ndim == 3 else held.unsqueeze(0)
-        return x[self.slice, self.top : self.top + self.rows, self.left : self.left + self.columns]
 
-    def within(self, x_AB: Tensor) -> Tensor:
-        """The rectangle of the whole matrix [height, columns]."""
-        return x_AB[self.row : self.row + self.rows, self.column : self.column + self.columns]
+class Strip(NamedTuple):
+    """The same rectangle of some matrices that follow each other in a batch and in the parameter: moved as one.
+
+    Attributes:
+        unit: whose batch. first: the first one's number in the batch. turned: the batch holds them transposed.
+        piece: the first one's rectangle. step: slices and rows from one to the next in the parameter.
+    """
+
+    parameter: int
+    unit: int
+    first: int
+    turned: bool
+    piece: Piece
+    matrices: int
+    step: tuple[int, int]
+
+    @property
+    def numel(self) -> int:
+        return self.matrices * self.piece.numel
+
+    @property
+    def shape(self) -> tuple[int, int, int]:
+        return self.matrices, self.piece.rows, self.piece.columns
+
+    def of(self, held: Tensor) -> Tensor:
+        """[matrices, rows, columns] of the rank's part of the parameter, sharing its memory."""
+        x, p = held if held.ndim == 3 else held.unsqueeze(0), self.piece
+        slices, rows, columns = x.stride()
+        start = x.storage_offset() + p.slice * slices + p.top * rows + p.left * columns
+        return x.as_strided(self.shape, (self.step[0] * slices + self.step[1] * rows, rows, columns), start)
+
+    def within(self, x_NAB: Tensor) -> Tensor:
+        """[matrices, rows, columns] of the batch [N, short, long], sharing its memory."""
+        x, p = x_NAB.mT if self.turned else x_NAB, self.piece
+        own = x[self.first : self.first + self.matrices]
+        return own[:, p.row : p.row + p.rows, p.column : p.column + p.columns]
 
 
 class Unit(NamedTuple):
@@ -241,20 +178,20 @@ def assign(matrices: Sequence[Matrix], held: Sequence[dict[int, int]]) -> list[U
 class _Bucket:
     """What one all-to-all carries to the owners, and another one back.
 
-    inputs, results: for each rank, the pieces that it sends to each rank, in order: [from][to].
+    units: their numbers. inputs, results: what each rank sends to each rank, in order: [from][to].
     """
 
-    units: tuple[Unit, ...]
+    units: tuple[int, ...]
     dtype: torch.dtype
-    inputs: list[list[list[Piece]]]
-    results: list[list[list[Piece]]]
+    inputs: list[list[list[Strip]]]
+    results: list[list[list[Strip]]]
 
 
-Read = Callable[[Piece, Tensor], None]
+Read = Callable[[Strip, Tensor], None]
 Iterate = Callable[[tuple[int, ...], Tensor], Tensor]
-Write = Callable[[Piece, Tensor], None]
+Write = Callable[[Strip, Tensor], None]
 Factor = Callable[[torch.dtype], torch.dtype]
-Arrivals = Callable[[], Iterator[tuple[Piece, Tensor]]]
+Arrivals = Callable[[], Iterator[tuple[Strip, Tensor]]]
 
 
 class MuonExchange:
@@ -267,41 +204,47 @@ class MuonExchange:
 
     def __init__(self, matrices: Sequence[Matrix], boxes: Sequence[Sequence[Box]], group: ProcessGroup) -> None:
         self.matrices, self.group, self.rank = list(matrices), group, group.rank()
-        self.ranks = ranks = len(boxes)
+        self.ranks = len(boxes)
         held: list[dict[int, int]] = [{} for _ in matrices]
-        pieces: list[list[tuple[int, Piece]]] = [[] for _ in matrices]
+        self._pieces: list[list[tuple[int, Piece]]] = [[] for _ in matrices]
         for rank, theirs in enumerate(boxes):
             for piece in pieces_of(matrices, theirs):
                 held[piece.matrix][rank] = held[piece.matrix].get(rank, 0) + piece.numel
-                pieces[piece.matrix].append((rank, piece))
+                self._pieces[piece.matrix].append((rank, piece))
         self.units = assign(matrices, held)
-        self._pieces = pieces
-        stays = [all(set(held[i]) == {u.owner} for i in u.matrices) for u in self.units]
-        self._local = [u for u, s in zip(self.units, stays, strict=True) if s and u.owner == self.rank]
-        self._buckets = self._bucket([u for u, s in zip(self.units, stays, strict=True) if not s], ranks)
+        moving, self._local = [], []
+        for number, unit in enumerate(self.units):
+            if any(set(held[i]) != {unit.owner} for i in unit.matrices):
+                moving.append(number)
+            elif unit.owner == self.rank:
+                self._local.append((number, self._strips(number, [p for i in unit.matrices for p in self._pieces[i]])))
+        self._buckets = self._bucket(moving)
 
-    def _bucket(self, moving: list[Unit], ranks: int) -> list[_Bucket]:
+    def _bucket(self, moving: list[int]) -> list[_Bucket]:
         """Units in turn, so that every bucket gives every owner about as much to do."""
-        turns: dict[tuple[torch.dtype, int], list[Unit]] = defaultdict(list)
+        turns: dict[tuple[torch.dtype, int], list[int]] = defaultdict(list)
         filled: dict[tuple[torch.dtype, int], tuple[int, int]] = {}  # of each owner: its last bucket, bytes in it
-        for unit in moving:
+        for number in moving:
+            unit = self.units[number]
             first = self.matrices[unit.matrices[0]]
             size = len(unit.matrices) * first.height * first.columns * first.dtype.itemsize
             turn, full = filled.get((first.dtype, unit.owner), (0, 0))
             turn, full = (turn + 1, 0) if full and full + size > BUCKET_BYTES else (turn, full)
             filled[first.dtype, unit.owner] = turn, full + size
-            turns[first.dtype, turn].append(unit)
+            turns[first.dtype, turn].append(number)
         out = []
-        for (dtype, _), units in turns.items():
-            inputs: list[list[list[Piece]]] = [[[] for _ in range(ranks)] for _ in range(ranks)]
-            results: list[list[list[Piece]]] = [[[] for _ in range(ranks)] for _ in range(ranks)]
-            for unit in units:
-                for i in unit.matrices:
-                    for source, piece in self._sources(i, unit.owner):
-                        inputs[source][unit.owner].append(piece)
-                    for holder, piece in self._pieces[i]:
-                        results[unit.owner][holder].append(piece)
-            out.append(_Bucket(tuple(units), dtype, inputs, results))
+        for (dtype, _), numbers in turns.items():
+            ranks = range(self.ranks)
+            inputs: list[list[list[Strip]]] = [[[] for _ in ranks] for _ in ranks]
+            results: list[list[list[Strip]]] = [[[] for _ in ranks] for _ in ranks]
+            for number in numbers:
+                unit = self.units[number]
+                sources = [p for i in unit.matrices for p in self._sources(i, unit.owner)]
+                holders = [p for i in unit.matrices for p in self._pieces[i]]
+                for rank in ranks:
+                    inputs[rank][unit.owner] += self._strips(number, [p for p in sources if p[0] == rank])
+                    results[unit.owner][rank] += self._strips(number, [p for p in holders if p[0] == rank])
+            out.append(_Bucket(tuple(numbers), dtype, inputs, results))
         return out
 
     def _sources(self, matrix: int, owner: int) -> Iterator[tuple[int, Piece]]:
@@ -311,6 +254,39 @@ class MuonExchange:
             if (piece.row, piece.column) not in taken:
                 taken.add((piece.row, piece.column))
                 yield rank, piece
+
+    def _strips(self, number: int, pieces: Sequence[tuple[int, Piece]]) -> list[Strip]:
+        """Pieces of one rank in one unit, in the order of its matrices, with neighbours joined."""
+        place = {i: n for n, i in enumerate(self.units[number].matrices)}
+        by_corner: dict[tuple[int, int], list[Piece]] = defaultdict(list)
+        for _, piece in pieces:
+            by_corner[piece.row, piece.column].append(piece)
+        out: list[Strip] = []
+        for some in by_corner.values():
+            last: Piece | None = None
+            for piece in some:
+                m = self.matrices[piece.matrix]
+                if last is not None and self._follows(out[-1], last, piece):
+                    step = (piece.slice - last.slice, piece.top - last.top)
+                    out[-1] = out[-1]._replace(matrices=out[-1].matrices + 1, step=step)
+                else:
+                    turned = m.height > m.columns
+                    out.append(Strip(m.parameter, number, place[piece.matrix], turned, piece, 1, (0, 0)))
+                last = piece
+        return out
+
+    def _follows(self, strip: Strip, last: Piece, piece: Piece) -> bool:
+        """Whether a piece goes on with a strip that ends with `last`."""
+        before, m = self.matrices[last.matrix], self.matrices[piece.matrix]
+        step = (piece.slice - last.slice, piece.top - last.top)
+        return (
+            piece.matrix == last.matrix + 1
+            and (m.parameter, m.height) == (before.parameter, before.height)
+            and (piece.rows, piece.columns, piece.left) == (last.rows, last.columns, last.left)
+            and step[0] >= 0
+            and step[1] >= 0
+            and (strip.matrices == 1 or step == strip.step)
+        )
 
     @property
     def communicates(self) -> bool:
@@ -322,9 +298,9 @@ class MuonExchange:
         sent = [0] * self.ranks
         for bucket in self._buckets:
             for table, dtype in ((bucket.inputs, bucket.dtype), (bucket.results, factor(bucket.dtype))):
-                size = dtype.itemsize
                 for source, row in enumerate(table):
-                    sent[source] += sum(p.numel * size for to, ps in enumerate(row) if to != source for p in ps)
+                    own = sum(strip.numel for to, strips in enumerate(row) if to != source for strip in strips)
+                    sent[source] += own * dtype.itemsize
         return sent
 
     def loads(self) -> list[int]:
@@ -338,21 +314,20 @@ class MuonExchange:
         """Orthogonalise every matrix. Every rank of the group calls it.
 
         Args:
-            read(piece, out): write the input's rectangle `piece.of(...)` into `out`.
+            read(strip, out): write the input's `strip.of(...)` into `out` [matrices, rows, columns].
             iterate(matrices, x_NAB): the orthogonal factors of a batch whose first entries are these matrices, their
                 short side first.
-            write(piece, o): apply the factor's rectangle to this rank's part of the parameter.
+            write(strip, o): apply the factor's [matrices, rows, columns] to `strip.of(...)` of this rank's weights.
             factor(dtype): the dtype of the factors of matrices whose state is of `dtype`; the same on every rank.
         """
         coming = self._start(self._buckets[0].inputs, self._buckets[0].dtype, read, device) if self._buckets else None
-        for unit in self._local:
-            batch, whole = self._batch(unit, device)
-            mine = [p for i in unit.matrices for rank, p in self._pieces[i] if rank == self.rank]
-            for piece in mine:
-                read(piece, piece.within(whole[piece.matrix]))
-            factors = self._split(unit, iterate(unit.matrices, batch))
-            for piece in mine:
-                write(piece, piece.within(factors[piece.matrix]))
+        for number, strips in self._local:
+            x_NAB = self._batch(number, device)
+            for strip in strips:
+                read(strip, strip.within(x_NAB))
+            o_NAB = iterate(self.units[number].matrices, x_NAB)
+            for strip in strips:
+                write(strip, strip.within(o_NAB))
         going: Arrivals | None = None
         for turn, bucket in enumerate(self._buckets):
             assert coming is not None
@@ -362,69 +337,59 @@ class MuonExchange:
                 coming = self._start(after.inputs, after.dtype, read, device)
             factors = self._own(bucket, arrived, read, iterate, device)
             if going is not None:
-                for piece, part in going():
-                    write(piece, part)
+                for strip, part in going():
+                    write(strip, part)
 
-            def pack(piece: Piece, out: Tensor, factors: dict[int, Tensor] = factors) -> None:
-                out.copy_(piece.within(factors[piece.matrix]))
+            def pack(strip: Strip, out: Tensor, factors: dict[int, Tensor] = factors) -> None:
+                out.copy_(strip.within(factors[strip.unit]))
 
             going = self._start(bucket.results, factor(bucket.dtype), pack, device)
-            for piece in bucket.results[self.rank][self.rank]:
-                write(piece, piece.within(factors[piece.matrix]))
+            for strip in bucket.results[self.rank][self.rank]:
+                write(strip, strip.within(factors[strip.unit]))
         if going is not None:
-            for piece, part in going():
-                write(piece, part)
+            for strip, part in going():
+                write(strip, part)
 
     def _own(
         self, bucket: _Bucket, arrived: Arrivals, read: Read, iterate: Iterate, device: torch.device
     ) -> dict[int, Tensor]:
-        """Fill this rank's matrices of a bucket from what arrived and what it holds, and orthogonalise them."""
-        batches, whole = [], {}
-        for unit in bucket.units:
-            if unit.owner == self.rank:
-                batch, matrices = self._batch(unit, device)
-                batches.append((unit, batch))
-                whole.update(matrices)
-        for piece in bucket.inputs[self.rank][self.rank]:
-            read(piece, piece.within(whole[piece.matrix]))
-        for piece, part in arrived():
-            piece.within(whole[piece.matrix]).copy_(part)
-        factors: dict[int, Tensor] = {}
-        for unit, batch in batches:
-            factors.update(self._split(unit, iterate(unit.matrices, batch)))
-        return factors
+        """Fill this rank's batches of a bucket from what arrived and what it holds; their factors by unit."""
+        batches = {n: self._batch(n, device) for n in bucket.units if self.units[n].owner == self.rank}
+        for strip in bucket.inputs[self.rank][self.rank]:
+            read(strip, strip.within(batches[strip.unit]))
+        for strip, part in arrived():
+            strip.within(batches[strip.unit]).copy_(part)
+        return {n: iterate(self.units[n].matrices, x_NAB) for n, x_NAB in batches.items()}
 
-    def _batch(self, unit: Unit, device: torch.device) -> tuple[Tensor, dict[int, Tensor]]:
-        """A batch [size, short, long] to be filled, zero where no matrix is, and its matrices [height, columns]."""
+    def _batch(self, number: int, device: torch.device) -> Tensor:
+        """A batch [size, short, long] to be filled, zero where no matrix is."""
+        unit = self.units[number]
         first = self.matrices[unit.matrices[0]]
         x_NAB = torch.empty(unit.size, *first.shape, dtype=first.dtype, device=device)
         x_NAB[len(unit.matrices) :].zero_()
-        return x_NAB, self._split(unit, x_NAB)
+        return x_NAB
 
-    def _split(self, unit: Unit, x_NAB: Tensor) -> dict[int, Tensor]:
-        return {i: self.matrices[i].oriented(x_NAB[n]) for n, i in enumerate(unit.matrices)}
-
-    def _start(self, table: list[list[list[Piece]]], dtype: torch.dtype, pack: Read, device: torch.device) -> Arrivals:
-        """Begin to send pieces to other ranks. What it gives waits for those from others."""
-        leaving = [[] if to == self.rank else pieces for to, pieces in enumerate(table[self.rank])]
+    def _start(self, table: list[list[list[Strip]]], dtype: torch.dtype, pack: Read, device: torch.device) -> Arrivals:
+        """Begin to send strips to other ranks. What it gives waits for those from others."""
+        leaving = [[] if to == self.rank else strips for to, strips in enumerate(table[self.rank])]
         arriving = [[] if source == self.rank else row[self.rank] for source, row in enumerate(table)]
-        to_send, to_receive = ([sum(p.numel for p in pieces) for pieces in side] for side in (leaving, arriving))
+        to_send, to_receive = ([sum(s.numel for s in strips) for strips in side] for side in (leaving, arriving))
         send = torch.empty(sum(to_send), dtype=dtype, device=device)
         received = torch.empty(sum(to_receive), dtype=dtype, device=device)
-        for piece, part in _parts(leaving, send):
-            pack(piece, part)
+        for strip, part in _parts(leaving, send):
+            pack(strip, part)
         work = dist.all_to_all_single(received, send, to_receive, to_send, group=self.group, async_op=True)
 
-        def arrivals(kept: Tensor = send) -> Iterator[tuple[Piece, Tensor]]:
+        def arrivals(kept: Tensor = send) -> Iterator[tuple[Strip, Tensor]]:
             work.wait()  # `kept` must live until then
             return _parts(arriving, received)
 
         return arrivals
 
 
-def _parts(pieces: list[list[Piece]], buffer: Tensor) -> Iterator[tuple[Piece, Tensor]]:
-    """Every piece with its place in a buffer of them all."""
+def _parts(strips: list[list[Strip]], buffer: Tensor) -> Iterator[tuple[Strip, Tensor]]:
+    """Every strip with its place in a buffer of them all."""
     start = 0
-    for piece in (p for some in pieces for p in some):
-        yield piece, buffer[start : start + piece.numel].view(piece.rows, piece.columns)
-        start += piece.numel
+    for strip in (s for some in strips for s in some):
+        yield strip, buffer[start : start + strip.numel].view(strip.shape)
+        start += strip.numel

@@ -28,7 +28,7 @@ from glm5.train.roles import Cut, ParamRole, parameter_roles
 from glm5.utils.errors import CheckpointError, NumericalError
 
 if TYPE_CHECKING:
-    from glm5.parallel.muon import Holdings
+    from glm5.parallel.holdings import Holdings
     from glm5.train.spread import Spread
 
 __all__ = ["Cut", "MuonSplit", "ParamRole", "clip_grad_norm", "first_nonfinite", "parameter_roles"]

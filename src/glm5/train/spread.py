@@ -9,13 +9,15 @@ from __future__ import annotations
 import math
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
+from itertools import groupby
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from glm5.kernels.newton_schulz import newton_schulz
-from glm5.parallel.muon import Holdings, Matrix, MuonExchange, Piece
+from glm5.parallel.holdings import Holdings
+from glm5.parallel.muon import Matrix, MuonExchange, Strip
 from glm5.train.optim import Batch, Squares, default_ns_dtype
 from glm5.utils.errors import UserError
 
@@ -51,23 +53,25 @@ class Spread:
         exchange, names = self._plan(live)
         mu, lr = group["momentum"], group["lr"]
         grads = [self.holdings.gradient(p) for p in live]
-        scales = [group["rms"] * math.sqrt(m.shape[1]) for m in exchange.matrices]
 
-        def read(piece: Piece, out: Tensor) -> None:
-            number = exchange.matrices[piece.matrix].parameter
-            torch.add(piece.of(grads[number]), piece.of(momenta[number]), alpha=mu, out=out)
+        def scale(matrix: int) -> float:
+            return group["rms"] * math.sqrt(exchange.matrices[matrix].shape[1])
+
+        def read(strip: Strip, out: Tensor) -> None:
+            torch.add(strip.of(grads[strip.parameter]), strip.of(momenta[strip.parameter]), alpha=mu, out=out)
 
         def iterate(matrices: tuple[int, ...], x_NAB: Tensor) -> Tensor:
             o_NAB = newton_schulz(x_NAB, group["ns_steps"], dtype=factor(x_NAB.dtype))
             if squares is not None:
-                for n, i in enumerate(matrices):
-                    norm = torch.linalg.vector_norm(o_NAB[n], dtype=x_NAB.dtype) * scales[i]
-                    squares[names[i]].append((norm.square(), o_NAB[n].numel()))
+                square_N = torch.linalg.vector_norm(o_NAB, dim=(-2, -1), dtype=x_NAB.dtype).square()
+                for name, together in groupby(enumerate(matrices), key=lambda m: names[m[1]]):
+                    places = [n for n, _ in together]
+                    part = square_N[places[0] : places[-1] + 1].sum() * scale(matrices[0]) ** 2
+                    squares[name].append((part, len(places) * o_NAB[0].numel()))
             return o_NAB
 
-        def write(piece: Piece, o: Tensor) -> None:
-            weight = weights[exchange.matrices[piece.matrix].parameter]
-            piece.of(weight).add_(o, alpha=-lr * scales[piece.matrix])
+        def write(strip: Strip, o: Tensor) -> None:
+            strip.of(weights[strip.parameter]).add_(o, alpha=-lr * scale(strip.piece.matrix))
 
         def factor(dtype: torch.dtype) -> torch.dtype:
             return self.ns_dtype or default_ns_dtype(live[0].device, dtype)
