@@ -11,7 +11,7 @@ from glm5.parallel.mesh import Mesh, World, open_world
 from glm5.utils.errors import ConfigError
 from support.ranks import run_ranks
 
-AXES = ("pp", "dp", "cp", "tp", "data", "replicate", "shard", "ep", "edp", "world")
+AXES = ("pp", "dp", "cp", "tp", "data", "stage", "replicate", "shard", "ep", "edp", "world")
 
 
 def test_parses_and_prints() -> None:

@@ -295,10 +295,10 @@ def test_an_earlier_step_beside_a_whole_later_one_is_refused(store: CheckpointSt
 
 
 def test_a_future_format_is_not_mistaken_for_damage(store: CheckpointStore, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("glm5.train.checkpoint.FORMAT", 2)
+    monkeypatch.setattr("glm5.train.checkpoint.FORMAT", 3)
     store.save(40, *content(40))
     monkeypatch.undo()
-    with pytest.raises(CheckpointError, match="format 2"):
+    with pytest.raises(CheckpointError, match="format 3"):
         store.load_newest()
 
 
@@ -376,15 +376,15 @@ def test_two_directories_do_not_touch_each_other(tmp_path: Path) -> None:
 def test_a_prune_during_the_load_is_no_damage(store: CheckpointStore, monkeypatch: pytest.MonkeyPatch) -> None:
     import glm5.train.checkpoint as module
 
-    verify = module._verify
+    verify = module.verify
 
-    def pruned_meanwhile(path: Path) -> Any:
+    def pruned_meanwhile(path: Path, **options: Any) -> Any:
         if path.name == "step-00000030":
-            monkeypatch.setattr(module, "_verify", verify)
+            monkeypatch.setattr(module, "verify", verify)
             CheckpointStore(store.directory, keep=1).save(40, *content(40))
-        return verify(path)
+        return verify(path, **options)
 
-    monkeypatch.setattr(module, "_verify", pruned_meanwhile)
+    monkeypatch.setattr(module, "verify", pruned_meanwhile)
     found = store.load_newest()
     assert_is(found, 40)
     assert found is not None

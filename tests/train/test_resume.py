@@ -13,10 +13,12 @@ from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
+from numpy.typing import NDArray
 
-from glm5.data.loader import Batch, Loader
+from glm5.data.loader import Batch, TokenDataset
 from glm5.train.loop import Trainer
 from glm5.train.schedule import BatchWarmup
 from glm5.utils.errors import CheckpointError, ConfigError, FileError
@@ -123,13 +125,13 @@ def test_the_rows_drawn_are_those_of_an_unbroken_run(tmp_path: Path, monkeypatch
     """A growing batch over several epochs: every sample once, in order, and only the redone steps' twice."""
     data = dataset(tmp_path, (60, 45, 20))
     drawn: list[list[int]] = []
-    load = Loader.batch
+    load = TokenDataset.batch
 
-    def record(self: Loader, index: int, count: int) -> Batch:
-        drawn.append(self.rows(index, count).tolist())
-        return load(self, index, count)
+    def record(self: TokenDataset, rows: NDArray[np.int64]) -> Batch:
+        drawn.append(rows.tolist())
+        return load(self, rows)
 
-    monkeypatch.setattr(Loader, "batch", record)
+    monkeypatch.setattr(TokenDataset, "batch", record)
     options = dict(steps=8, batch=BatchWarmup(2, 6, 24), micro_batch=2, save_every=3)
     trainer(tmp_path / "whole", data, **options).run()
     whole, drawn = drawn, []

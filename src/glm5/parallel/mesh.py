@@ -154,7 +154,8 @@ class Mesh:
 class World:
     """This process's place in a mesh that runs: coordinates, process groups, torch device meshes.
 
-    Axes by name: `pp`, `dp`, `cp`, `tp`, `data` (dp x cp), `replicate`, `shard`, `ep`, `edp` and `world`.
+    Axes by name: `pp`, `dp`, `cp`, `tp`, `data` (dp x cp), `stage` (all of one pipeline stage), `replicate`, `shard`,
+    `ep`, `edp` and `world`; `files` is the world again, on CPUs, for a thread that writes beside training.
 
     Attributes:
         mesh, device, rank, size.
@@ -180,10 +181,12 @@ class World:
         self.base = build(base, "pp", "dp", "cp", "tp")
         self.dense = build(base.view(mesh.pp, mesh.replicas, mesh.sharded, mesh.tp), "pp", "replicate", "shard", "tp")
         self.expert = build(expert.reshape(mesh.pp, mesh.edp, mesh.ep), "pp", "edp", "ep")
-        self._data = build(base.view(mesh.pp, mesh.data, mesh.tp), "stage", "data", "tensor")
+        data = build(base.view(mesh.pp, mesh.data, mesh.tp), "stages", "data", "tensor")
+        stage = build(base.view(mesh.pp, mesh.data * mesh.tp), "stages", "stage")
         self._homes: dict[str, DeviceMesh] = dict.fromkeys(("pp", "dp", "cp", "tp"), self.base)
         self._homes |= {"replicate": self.dense, "shard": self.dense, "ep": self.expert, "edp": self.expert}
-        self._homes |= {"data": self._data}
+        self._homes |= {"data": data, "stage": stage}
+        self._files = dist.new_group(backend="gloo")
 
     def group(self, axis: str) -> ProcessGroup:
         """The process group of the ranks that differ from this one along `axis` only."""
@@ -192,15 +195,17 @@ class World:
         if axis == "world":
             assert dist.group.WORLD is not None
             return dist.group.WORLD
+        if axis == "files":
+            return self._files
         return self._home(axis).get_group(axis)
 
     def count(self, axis: str) -> int:
         """Ranks along an axis."""
-        return self.size if axis == "world" else self._home(axis)[axis].size()
+        return self.size if axis in ("world", "files") else self._home(axis)[axis].size()
 
     def place(self, axis: str) -> int:
         """This rank's place along an axis, from 0."""
-        return self.rank if axis == "world" else self._home(axis).get_local_rank(axis)
+        return self.rank if axis in ("world", "files") else self._home(axis).get_local_rank(axis)
 
     def ranks(self, axis: str) -> list[int]:
         """Global ranks of the group, in order."""

@@ -13,22 +13,18 @@ Source: report section 2.4. Read next: `expert`, `tensor`, `glm5.train.loop`.
 
 from __future__ import annotations
 
-import math
-from collections import defaultdict
-from collections.abc import Iterable, Iterator
-
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
-from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 from glm5.model.glm5 import GLM5
 from glm5.model.indexer import Indexer
 from glm5.model.moe import MoE
 from glm5.model.mtp import MTPBlock
-from glm5.parallel.expert import SpreadExperts, local, spread_experts
+from glm5.parallel.expert import SpreadExperts, spread_experts
 from glm5.parallel.mesh import World
 from glm5.parallel.tensor import split_tensors
 
@@ -89,58 +85,13 @@ def reshard(model: nn.Module) -> None:
             module.reshard()
 
 
-# --------------------------------------------------------------------------- whole tensors from parts
 def whole(t: Tensor) -> Tensor:
     """All of a tensor, on every rank: a collective where it is a DTensor."""
     return t.full_tensor() if isinstance(t, DTensor) else t
 
 
-def placed_like(t: Tensor, like: Tensor) -> Tensor:
-    """A whole tensor, the same on every rank, as `like` is placed. No communication."""
-    if not isinstance(like, DTensor):
-        return t
-    return distribute_tensor(t.to(like.device), like.device_mesh, like.placements, src_data_rank=None)
-
-
-def gather_state(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """Name and whole tensor of everything in a state dict, one after the other, on every rank."""
-    for name, t in model.state_dict().items():
-        yield name, whole(t.detach())
-
-
-# --------------------------------------------------------------------------- norms
-@torch.no_grad()
-def sums_of_squares(tensors: Iterable[Tensor]) -> Tensor:
-    """The squared L2 norm of each (DTensor or plain), fp32 [n]: equal on all ranks that hold a part of it.
-
-    Shards are added up over the axes that they are cut along, and only over those.
-    """
-    tensors = list(tensors)
-    squares = torch.stack([_square(local(t)) for t in tensors]) if tensors else torch.zeros(0)
-    by_mesh: dict[tuple[DeviceMesh, int], list[int]] = defaultdict(list)
-    for i, t in enumerate(tensors):
-        if isinstance(t, DTensor):
-            for dim, placement in enumerate(t.placements):
-                if not placement.is_replicate() and t.device_mesh.size(dim) > 1:  # a strided shard is no `is_shard`
-                    by_mesh[t.device_mesh, dim].append(i)
-    for (mesh, dim), members in by_mesh.items():
-        part = squares[members]
-        dist.all_reduce(part, group=mesh.get_group(dim))
-        squares[members] = part
-    return squares
-
-
-def _square(t: Tensor) -> Tensor:
-    if t.numel() == 0:
-        return torch.zeros((), device=t.device)
-    if t.is_cuda or t.ndim < 2:
-        return torch.linalg.vector_norm(t, dtype=torch.float32).square()
-    # One long fp32 sum loses digits on a CPU; norms of rows, then of those, do not.
-    return torch.linalg.vector_norm(torch.linalg.vector_norm(t, dim=-1, dtype=torch.float32)).square()
-
-
-@torch.no_grad()
-def global_norm(tensors: Iterable[Tensor]) -> float:
-    """The L2 norm of all together, each counted once however it is placed; not finite where one entry is not."""
-    squares = sums_of_squares(tensors)
-    return math.sqrt(float(squares.sum())) if len(squares) else 0.0
+def laid_out(t: Tensor, like: DTensor) -> DTensor:
+    """A whole tensor, the same on every rank, as `like` lies. No communication."""
+    shape, offset = compute_local_shape_and_global_offset(t.shape, like.device_mesh, like.placements)
+    part = t[tuple(slice(o, o + n) for o, n in zip(offset, shape, strict=True))].to(like.device, copy=True)
+    return DTensor.from_local(part, like.device_mesh, like.placements, shape=t.shape, stride=t.stride())

@@ -29,6 +29,7 @@ from glm5.utils.errors import CheckpointError, ConfigError, FileError
 from glm5.utils.files import exclusive, file_errors, fsync_directory, make_directory, require_space
 
 FORMAT = 1
+SHARDED = 2  # the tensors in parts, by many ranks: see `sharded`
 Groups = Mapping[str, Mapping[str, Tensor]]
 
 _STEP = re.compile(r"step-(\d{8,})(?:\.(\d+))?")
@@ -71,7 +72,7 @@ class Checkpoint:
     warnings: tuple[str, ...] = ()
 
 
-class _Damage(Exception):
+class Damage(Exception):
     """A checkpoint is not what its manifest says; the text names the file."""
 
 
@@ -112,20 +113,27 @@ class CheckpointStore:
             CheckpointError: the disk is full or read-only, another process is saving here, or the directory holds
                 a whole checkpoint of a later step. Nothing that was there is lost.
         """
-        document = _encode_state(state)
+        document = encode_state(state)
         try:
             make_directory(self.directory)
             with exclusive(self.directory / ".lock"):
                 self._clear_unfinished()
                 self._refuse_to_go_back(step)
-                attempts = [_order(path.name)[1] for path in self.list() if _order(path.name)[0] == step]
-                name = f"step-{step:08d}.{max(attempts) + 1}" if attempts else f"step-{step:08d}"
+                name = self._free_attempt(step)
                 self._write(name, step, tensors, document)
                 self._prune(self.directory / name)
         except FileError as e:
             what = f"the checkpoint of step {step} was not saved ({e.what}); the ones before it are untouched"
             raise CheckpointError(what, e.mend) from e
         return self.directory / name
+
+    def wait(self) -> None:
+        """Wait until what was saved is durable; here it is so already."""
+
+    def _free_attempt(self, step: int) -> str:
+        """The name of the next checkpoint of a step."""
+        attempts = [_order(path.name)[1] for path in self.list() if _order(path.name)[0] == step]
+        return f"step-{step:08d}.{max(attempts) + 1}" if attempts else f"step-{step:08d}"
 
     def _write(self, name: str, step: int, tensors: Groups, document: bytes) -> None:
         sizes = [t.numel() * t.element_size() for group in tensors.values() for t in group.values()]
@@ -140,10 +148,10 @@ class CheckpointStore:
                 if not re.fullmatch(r"[A-Za-z0-9_-]+", group):
                     raise ValueError(f"group {group!r} cannot be a file name: use letters, digits, - and _")
                 files[f"{group}.safetensors"] = _write_tensors(unfinished / f"{group}.safetensors", named)
-            files["state.json"] = _write_file(unfinished / "state.json", [document])
+            files["state.json"] = write_file(unfinished / "state.json", [document])
             manifest = {"format": FORMAT, "step": step, "files": files}
-            sealed = {**manifest, "sha256": _seal(manifest)}
-            _write_file(unfinished / "manifest.json", [json.dumps(sealed, indent=1).encode()])
+            sealed = {**manifest, "sha256": seal(manifest)}
+            write_file(unfinished / "manifest.json", [json.dumps(sealed, indent=1).encode()])
             with file_errors(final, "write"):
                 fsync_directory(unfinished)
                 os.rename(unfinished, final)
@@ -164,8 +172,8 @@ class CheckpointStore:
             if _order(path.name)[0] <= step:
                 continue
             try:
-                _verify(path)
-            except _Damage:
+                verify(path)
+            except Damage:
                 with file_errors(path, "set aside"):
                     path.rename(_free_name(path.with_name(f"damaged-{path.name}")))
             else:
@@ -210,8 +218,8 @@ class CheckpointStore:
             path = left[-1]
             tried.add(path)
             try:
-                found = _read(path, device)
-            except _Damage as damage:
+                found = read_checkpoint(path, device)
+            except Damage as damage:
                 if path.exists():
                     warnings.append(f"passing over {path}: {damage}")
                 continue
@@ -234,8 +242,8 @@ class CheckpointStore:
             steps = ", ".join(str(_order(p.name)[0]) for p in self.list()) or "none"
             raise CheckpointError(f"no checkpoint of step {step} in {self.directory}", f"There are: {steps}")
         try:
-            return _read(paths[-1], device)
-        except _Damage as damage:
+            return read_checkpoint(paths[-1], device)
+        except Damage as damage:
             raise CheckpointError(f"{paths[-1]} is damaged: {damage}", "Use another step, or a copy") from None
 
 
@@ -255,7 +263,7 @@ def _free_name(path: Path) -> Path:
     return candidate
 
 
-def _write_file(path: Path, chunks: Iterable[bytes | memoryview]) -> dict[str, Any]:
+def write_file(path: Path, chunks: Iterable[bytes | memoryview]) -> dict[str, Any]:
     """Write `chunks` (bytes-like) durably; returns the size and checksum of what was written."""
     digest, size = hashlib.sha256(), 0
     with file_errors(path, "write"), path.open("xb") as f:
@@ -294,10 +302,10 @@ def _write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> dict[str, Any]:
             flat = tensors[name].detach().to("cpu").contiguous().reshape(-1)
             yield flat.view(torch.uint8).numpy().data
 
-    return _write_file(path, chunks())
+    return write_file(path, chunks())
 
 
-def _seal(manifest: Mapping[str, Any]) -> str:
+def seal(manifest: Mapping[str, Any]) -> str:
     return hashlib.sha256(json.dumps(manifest, sort_keys=True).encode()).hexdigest()
 
 
@@ -311,9 +319,9 @@ def _read_bytes(path: Path) -> bytes:
 def _as_damage(path: Path, e: OSError) -> Exception:
     """Missing or unreadable sectors are damage; what the user can mend (permissions) is not."""
     if e.errno in (errno.ENOENT, errno.ENOTDIR, errno.EISDIR):
-        return _Damage(f"{path.name} is missing")
+        return Damage(f"{path.name} is missing")
     if e.errno == errno.EIO:
-        return _Damage(f"{path.name} cannot be read from the disk")
+        return Damage(f"{path.name} cannot be read from the disk")
     return CheckpointError(f"cannot read {path}: {e.strerror}", "Change its permissions")
 
 
@@ -321,11 +329,11 @@ def _manifest(path: Path) -> dict[str, Any]:
     data = _read_bytes(path / "manifest.json")
     try:
         manifest = json.loads(data.decode())
-        seal = manifest.pop("sha256")
+        given = manifest.pop("sha256")
     except (ValueError, KeyError, AttributeError, TypeError):
-        raise _Damage("manifest.json is not whole") from None
-    if _seal(manifest) != seal:
-        raise _Damage("manifest.json does not match its own checksum")
+        raise Damage("manifest.json is not whole") from None
+    if seal(manifest) != given:
+        raise Damage("manifest.json does not match its own checksum")
     return manifest
 
 
@@ -333,35 +341,45 @@ def _is_complete(path: Path) -> bool:
     """Whether every file is there with its size: what can be known without reading gigabytes."""
     try:
         return all((path / n).stat().st_size == f["bytes"] for n, f in _manifest(path)["files"].items())
-    except (_Damage, OSError):
+    except (Damage, OSError):
         return False
 
 
-def _verify(path: Path) -> dict[str, Any]:
-    """The manifest, after every file was read and matches it."""
+def verify(path: Path, place: int = 0, of: int = 1, *, check: bool = True) -> dict[str, Any]:
+    """The manifest, after every `of`-th file from `place` was read and matches it.
+
+    Raises:
+        Damage: one does not.
+    """
     manifest = _manifest(path)
-    if manifest["format"] != FORMAT:
+    if manifest["format"] not in (FORMAT, SHARDED):
         raise CheckpointError(
-            f"{path} has checkpoint format {manifest['format']}, and this version reads {FORMAT}",
+            f"{path} has checkpoint format {manifest['format']}, and this version reads {FORMAT} and {SHARDED}",
             "Use the version of glm5 that wrote it",
         )
-    for name, expected in manifest["files"].items():
+    for name, expected in list(manifest["files"].items())[place::of] if check else []:
         try:
             size = (path / name).stat().st_size
             if size != expected["bytes"]:
-                raise _Damage(f"{name} has {size} bytes, and {expected['bytes']} were written")
+                raise Damage(f"{name} has {size} bytes, and {expected['bytes']} were written")
             with (path / name).open("rb") as f:
                 digest = hashlib.file_digest(f, "sha256").hexdigest()
         except OSError as e:
             raise _as_damage(path / name, e) from e
         if digest != expected["sha256"]:
-            raise _Damage(f"{name} does not match its checksum")
+            raise Damage(f"{name} does not match its checksum")
     return manifest
 
 
-def _read(path: Path, device: str | torch.device) -> Checkpoint:
-    manifest = _verify(path)
-    state = json.loads(_read_bytes(path / "state.json").decode())
+def read_checkpoint(path: Path, device: str | torch.device, *, check: bool = True) -> Checkpoint:
+    """All of a checkpoint, of one process or of many, in this process."""
+    manifest = verify(path, check=check)
+    state = read_state(path)
+    if manifest["format"] == SHARDED:
+        from glm5.train.sharded import grouped, read_parts
+
+        named = {name: t.to(device) for name, t in read_parts(path, {}).items()}
+        return Checkpoint(manifest["step"], path, grouped(named), state)
     tensors = {}
     for name in manifest["files"]:
         if name.endswith(".safetensors"):
@@ -372,7 +390,13 @@ def _read(path: Path, device: str | torch.device) -> Checkpoint:
     return Checkpoint(manifest["step"], path, tensors, state)
 
 
-def _encode_state(state: Mapping[str, Any]) -> bytes:
+def read_state(path: Path) -> dict[str, Any]:
+    """What is not a tensor."""
+    state: dict[str, Any] = json.loads(_read_bytes(path / "state.json").decode())
+    return state
+
+
+def encode_state(state: Mapping[str, Any]) -> bytes:
     _check_json(state, "state")
     return json.dumps(state, indent=1, allow_nan=False).encode()
 

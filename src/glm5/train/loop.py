@@ -23,11 +23,13 @@ from glm5.model.glm5 import GLM5
 from glm5.model.moe import Router
 from glm5.model.trace import Aux
 from glm5.model.weights import save_model
+from glm5.parallel.mesh import World
 from glm5.train.checkpoint import CheckpointStore
 from glm5.train.config import TrainConfig
 from glm5.train.losses import language_model_loss, router_bias_update
 from glm5.train.optim import MuonSplit, clip_grad_norm, first_nonfinite, parameter_roles
 from glm5.train.random_state import capture_random_state, restore_random_state, seed_random_state
+from glm5.train.ranks import Ranks, SilentLog
 from glm5.train.rows import Rows, check_stage
 from glm5.train.stopping import stop_requests
 from glm5.train.totals import Counts, IndexerFigures, Totals, weighted
@@ -40,11 +42,13 @@ MAY_DIFFER = {"log_every", "save_every", "keep"}
 
 
 class Trainer:
-    """One stage of training of one model, in one process.
+    """One stage of training of one model.
 
     Args:
         config: the stage. model: trained in place. loader: its rows.
         directory: of the run: checkpoints, metrics, configuration.
+        world: the ranks that train together, each with the same arguments; None is one process. The model comes whole
+            to every rank, and is placed as the world's mesh says.
 
     A checkpoint that the directory already holds is resumed from, unless its configuration differs (an error).
 
@@ -52,17 +56,25 @@ class Trainer:
         ConfigError, DataError: as `check_stage`.
     """
 
-    def __init__(self, config: TrainConfig, model: GLM5, loader: Loader, directory: str | Path) -> None:
+    def __init__(
+        self, config: TrainConfig, model: GLM5, loader: Loader, directory: str | Path, world: World | None = None
+    ) -> None:
         check_stage(config, model.config, loader.dataset)
+        self.ranks = Ranks(world)
+        self.ranks.check_batch(config)
         self.config, self.model, self.loader, self.directory = config, model, loader, Path(directory)
         given = {name: p.detach() for name, p in model.named_parameters()}
         self.model.to(self._dtype()).train()
         for name, parameter in model.named_parameters():
             is_indexer = ".indexer." in name
             parameter.requires_grad_(config.trains_indexer if is_indexer else config.trains_model)
+        self.ranks.place(model)
         roles = parameter_roles(model, model.config, split_heads=config.split_heads)
         rate = config.lr.at(0, config.steps)
-        self.optimizer = MuonSplit(roles, rate, weight_decay=config.weight_decay, momentum=config.momentum)
+        self.holdings = self.ranks.holdings([role.parameter for role in roles])
+        self.optimizer = MuonSplit(
+            roles, rate, weight_decay=config.weight_decay, momentum=config.momentum, holdings=self.holdings
+        )
         # Weights that were given in fp32 lose no digit where the model runs in bf16: not those that train (their master
         # copies), nor those that rest.
         self.resting: dict[str, Tensor] = {}
@@ -70,11 +82,12 @@ class Trainer:
             p, exact = role.parameter, given[role.name]
             if p.dtype != exact.dtype == torch.float32:
                 if p.requires_grad:
-                    self.optimizer.state[p]["master"] = exact
-                else:
+                    master = exact if self.holdings is None else self.holdings.laid_out(exact, p)
+                    self.optimizer.state[p]["master"] = master
+                elif self.ranks.main:
                     self.resting[role.name] = exact.cpu()
         self.routers = [m for m in model.modules() if isinstance(m, Router)]
-        self.store = CheckpointStore(self.directory / "checkpoints", config.keep)
+        self.store = self.ranks.store(self.directory / "checkpoints", config.keep, self._places)
         self.finished_steps = 0
         self.samples = 0
         self.tokens = 0
@@ -94,31 +107,28 @@ class Trainer:
         """
         config, began = self.config, time.perf_counter()
         count = config.batch.batch(self.samples)
-        rows = [
-            Rows.of(self.loader.batch(self.samples + i, min(config.micro_batch, count - i)), self.model.device)
-            for i in range(0, count, config.micro_batch)
-        ]
-        counts = Counts(
-            rows=count,
-            mtp_rows=max(1, round(config.mtp_share * count)) if config.mtp_depths else 0,
-            tokens=max(1, sum(r.tokens for r in rows)),
-            queries=sum(int(r.valid_BT().sum()) for r in rows),
-        )
+        rows = self._rows(count)
+        tokens, queries = self.ranks.totals(sum(r.tokens for r in rows), sum(int(r.valid_BT().sum()) for r in rows))
+        mtp_rows = max(1, round(config.mtp_share * count)) if config.mtp_depths else 0
+        counts = Counts(rows=count, mtp_rows=mtp_rows, tokens=max(1, tokens), queries=queries)
         self.optimizer.zero_grad(set_to_none=True)
         totals = Totals(len(self.routers), self.model.config.num_hidden_layers)
+        bad: tuple[float, Rows] | None = None
         for i, micro in enumerate(rows):
             loss = self._losses(micro, i * config.micro_batch, counts, totals)
             if not math.isfinite(float(loss.detach())):
-                raise NumericalError(
-                    f"the loss of step {self.finished_steps} is {float(loss.detach())}; first bad tensor: "
-                    f"{self._first_bad(micro)}"
-                )
+                bad = float(loss.detach()), micro
+                if self.ranks.alone:  # others would wait for this rank's part of the backward pass
+                    break
             loss.backward()
-        norm = clip_grad_norm(self._trainable(), config.clip or math.inf)
+        if self.ranks.any(bad is not None):
+            raise self._bad_loss(bad, rows[0])
+        norm = self._clip()
         lr = config.lr.at(self.finished_steps, config.steps)
         measure = self.finished_steps % config.measure_every == 0
         self.optimizer.set_lr(lr)
         self.optimizer.step(measure=measure)
+        totals.over(self.ranks)
         if config.trains_model and (rate := config.bias_rate_at(self.tokens)):
             self._balance(totals.loads, rate)
         seconds = time.perf_counter() - began
@@ -131,7 +141,7 @@ class Trainer:
             "grad_norm": norm,
             "tokens": self.tokens,
             "tokens_per_second": counts.tokens / seconds,
-            "memory_mib": _memory_mib(self.model.device),
+            "memory_mib": float(self.ranks.largest(torch.tensor(memory_mib(self.model.device)))),
         }
         if measure:
             metrics["update_rms"] = dict(self.optimizer.update_rms)
@@ -151,9 +161,9 @@ class Trainer:
         aux = Aux(indexer=config.trains_indexer, balance=config.trains_model, valid=rows.valid_BT())
         hidden = [model.hidden(rows.input_BT, documents=rows.documents_BT, sparse=config.sparse, aux=aux)]
         targets = [rows.targets[0]]
-        kept = min(len(rows.ids_BS), max(0, counts.mtp_rows - first))
+        kept, counted = self.ranks.mtp_rows(counts.mtp_rows, first, len(rows.ids_BS))
         if kept:
-            share = rows.head(kept)
+            share = rows.head(kept, counted)
             depths = model.mtp_hidden(
                 hidden[0][:kept],
                 share.ids_BS,
@@ -185,6 +195,29 @@ class Trainer:
         totals.add_loads(aux.loads)
         return loss
 
+    def _rows(self, count: int) -> list[Rows]:
+        """This rank's micro-batches of a step of so many rows."""
+        numbers = self.ranks.share(self.loader.rows(self.samples, count))
+        size, dataset = self.config.micro_batch, self.loader.dataset
+        return [Rows.of(dataset.batch(numbers[i : i + size]), self.model.device) for i in range(0, len(numbers), size)]
+
+    def _clip(self) -> float:
+        """The gradients' global norm, after scaling them down to `clip`."""
+        try:
+            return clip_grad_norm(self._trainable(), self.config.clip or math.inf, self.holdings)
+        except NumericalError as e:  # on all ranks; some only know that it was another
+            own = None if "another rank" in e.what else e.what
+            raise NumericalError(self.ranks.first(own) or e.what, e.mend) from None
+
+    def _bad_loss(self, bad: tuple[float, Rows] | None, rows: Rows) -> NumericalError:
+        """The error of a loss that is not finite, here or on another rank; all ranks look for its place together."""
+        place = self._first_bad(bad[1] if bad else rows)
+        said = self.ranks.first(
+            f"the loss of step {self.finished_steps} is {bad[0]}; first bad tensor: {place}" if bad else None
+        )
+        assert said is not None
+        return NumericalError(said)
+
     def _balance(self, loads: list[Tensor], rate: float) -> None:
         # Without loads no router ran: a dense trunk whose MTP block does not train.
         for router, load in zip(self.routers if loads else [], loads, strict=True):
@@ -201,6 +234,9 @@ class Trainer:
         self.model.hidden(rows.input_BT, documents=rows.documents_BT, sparse=False, aux=aux)
         found = IndexerFigures(self.model.config.num_hidden_layers)
         found.add(aux.indexer_losses)
+        everyone = Totals(0, 0)
+        everyone.indexers = found
+        everyone.over(self.ranks)
         return found.metrics()
 
     def _bias_range(self) -> dict[str, float]:
@@ -210,9 +246,9 @@ class Trainer:
     @torch.no_grad()
     def _first_bad(self, rows: Rows) -> str:
         """Which parameter, or which module's output in forward order, is the first that is not finite."""
-        bad = first_nonfinite(self.model.named_parameters())
-        if bad is not None:
-            return f"parameter {bad}"
+        bad = first_nonfinite((n, self.ranks.local(p)) for n, p in self.model.named_parameters())
+        if self.ranks.any(bad is not None):
+            return f"parameter {bad}" if bad else "a parameter on another rank"
         found: list[str] = []
 
         def watch(name: str) -> Callable[..., None]:
@@ -235,6 +271,8 @@ class Trainer:
     def save(self, store: CheckpointStore | None = None) -> Path:
         """Write a checkpoint of everything that the next step depends on."""
         random_tensors, random_state = capture_random_state()
+        if not self.ranks.alone:  # each rank has its own device, and draws nothing from it
+            random_tensors = {name: t for name, t in random_tensors.items() if not name.startswith("torch.cuda")}
         tensors = {
             "model": dict(self.model.state_dict()),
             "optimizer": self.optimizer.named_state(),
@@ -256,22 +294,46 @@ class Trainer:
             mend = "Resume with the model it was saved with, or choose another directory"
             raise CheckpointError(what, mend) from None
         self.optimizer.load_named_state(found.tensors["optimizer"])
-        restore_random_state(found.tensors["random"], found.state["random"])
+        random_tensors = found.tensors["random"]
+        if not self.ranks.alone:
+            torch.manual_seed(self.config.seed)
+            random_tensors = {name: t for name, t in random_tensors.items() if not name.startswith("torch.cuda")}
+        restore_random_state(random_tensors, found.state["random"])
         self.finished_steps, self.samples, self.tokens = found.step, found.state["samples"], found.state["tokens"]
         return list(found.warnings)
 
+    def _places(self) -> dict[str, Tensor]:
+        """Where each tensor of a checkpoint lies: see `ShardedStore`."""
+        places: dict[str, Tensor] = {f"model/{name}": t for name, t in self.model.state_dict().items()}
+        for name, p in self.model.named_parameters():
+            places |= {f"optimizer/{name}.{key}": p for key in ("momentum", "exp_avg", "exp_avg_sq", "master")}
+        return places
+
     def fp32_model(self) -> GLM5:
-        """The model with all digits: itself, or a copy with the fp32 weights behind a bf16 model's."""
-        if self.model.dtype == torch.float32:
+        """The model with all digits: itself, or a copy with the fp32 weights behind a bf16 model's.
+
+        On many ranks a whole copy, on the main rank's CPU and without weights on the others; all ranks call this.
+        """
+        if self.ranks.alone and self.model.dtype == torch.float32:
             return self.model
         exact = self.optimizer.named_state() | {f"{name}.master": t for name, t in self.resting.items()}
-        full = GLM5(self.model.config.replace(dtype="float32"), seed=None).to(self.model.device)
-        full.load_state_dict({name: exact.get(f"{name}.master", t) for name, t in self.model.state_dict().items()})
+        main = self.ranks.main
+        device = self.model.device if self.ranks.alone else "cpu"
+        with torch.device("cpu" if main else "meta"):
+            full = GLM5(self.model.config.replace(dtype="float32"), seed=None).to(device if main else "meta")
+        tensors = {}
+        for name, t in self.model.state_dict().items():
+            got = self.ranks.whole(exact.get(f"{name}.master", t).detach())
+            if main:
+                tensors[name] = got.to(device)
+        if main:
+            full.load_state_dict(tensors)
         return full
 
     def export(self, path: str | Path, tokenizer: Any = None) -> None:
         """Write the model in the public layout, in fp32, over what an earlier start of the run exported there."""
-        save_model(self.fp32_model(), path, tokenizer=tokenizer, overwrite=True)
+        model = self.fp32_model()
+        self.ranks.on_main(lambda: save_model(model, path, tokenizer=tokenizer, overwrite=True))
 
     # ------------------------------------------------------------------ all of it
     def run(
@@ -296,14 +358,16 @@ class Trainer:
             KeyboardInterrupt: Ctrl-C or SIGTERM came; the step was finished and saved. A second one stops at once.
         """
         config = self.config
-        with RunLog(self.directory) as log:
-            chosen, begun = config if resolved is None else resolved, bool(self.store.list())
-            keep_config(self.directory, chosen, begun=begun, may_differ={*MAY_DIFFER, *may_differ})
+        chosen, allowed = config if resolved is None else resolved, {*MAY_DIFFER, *may_differ}
+        with self.ranks.on_main(lambda: RunLog(self.directory)) or SilentLog() as log:
+            begun = bool(self.store.list())
+            self.ranks.on_main(lambda: keep_config(self.directory, chosen, begun=begun, may_differ=allowed))
             warnings = self.resume()
             log.resume(self.finished_steps)
             log.save_environment()
+            console = self.ranks.console()
             with (
-                Progress(title or config.stage, config.steps, start=self.finished_steps) as progress,
+                Progress(title or config.stage, config.steps, start=self.finished_steps, console=console) as progress,
                 stop_requests(progress.note) as stop_requested,
             ):
                 for warning in warnings:
@@ -319,11 +383,13 @@ class Trainer:
                     if done % config.log_every == 0 or done == config.steps:
                         log.log(done, **metrics)
                     progress.update(done, **_shown(metrics))
-                    stopping = stop_requested()
+                    stopping = self.ranks.any(stop_requested())
                     if done % config.save_every == 0 or done == config.steps or stopping:
-                        bad = first_nonfinite(self._trainable())  # an expert that no token visited hurts no loss
-                        if bad is not None:
-                            raise self._failed(NumericalError(f"parameter {bad} is not finite after step {done}"))
+                        # An expert that no token visited hurts no loss.
+                        bad = first_nonfinite((n, self.ranks.local(p)) for n, p in self._trainable())
+                        said = self.ranks.first(bad and f"parameter {bad} is not finite after step {done}")
+                        if said is not None:
+                            raise self._failed(NumericalError(said))
                         log.sync()
                         self.save()
                     if stopping:
@@ -331,9 +397,12 @@ class Trainer:
                         break
                     if on_step is not None:
                         on_step(self)
+            self.store.wait()
             if self.finished_steps >= config.steps:
                 log.finish(tokens=self.tokens, samples=self.samples)
-            if stop_requested():  # also in the last step or its save: what follows the stage is not to begin
+            if self.ranks.any(
+                stop_requested()
+            ):  # also in the last step or its save: what follows the stage is not to begin
                 raise KeyboardInterrupt
 
     def _failed(self, error: NumericalError) -> NumericalError:
@@ -341,7 +410,9 @@ class Trainer:
         advice = "lower the learning rate or remove the bad data, and start again in another directory"
         try:
             directory = self.directory / "failed" / f"step-{self.finished_steps}"
-            place = self.save(CheckpointStore(directory, keep=1))
+            store = self.ranks.store(directory, 1, self._places)
+            place = self.save(store)
+            store.wait()
         except UserError as e:
             return NumericalError(error.what, f"The state could not be saved ({e.what}); {advice}")
         return NumericalError(error.what, f"The state is kept in {place}; {advice}")
@@ -352,7 +423,7 @@ def _shown(metrics: dict[str, Any]) -> dict[str, float]:
     return {n: metrics[n] for n in names if n in metrics}
 
 
-def _memory_mib(device: torch.device) -> float:
+def memory_mib(device: torch.device) -> float:
     """Peak memory: of the device, or of this process."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device) / 2**20

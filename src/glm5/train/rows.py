@@ -78,10 +78,18 @@ class Rows:
         """The same for `hidden`, of the queries."""
         return None if self.plain else self.first_BS[:, : self.seq_len]
 
-    def head(self, rows: int) -> Rows:
-        """The first so many rows."""
+    def head(self, rows: int, counted: int | None = None) -> Rows:
+        """The first so many rows, of which all after the first `counted` are turned into padding."""
+        counted = rows if counted is None else counted
         targets = tuple((target_BT[:rows], weight_BT[:rows]) for target_BT, weight_BT in self.targets)
-        return Rows(self.ids_BS[:rows], self.document_BS[:rows], self.first_BS[:rows], targets, self.plain)
+        document_BS, first_BS, plain = self.document_BS[:rows], self.first_BS[:rows], self.plain
+        if counted < rows:
+            live = torch.arange(rows, device=first_BS.device)[:, None] < counted
+            targets = tuple((target_BT, weight_BT * live) for target_BT, weight_BT in targets)
+            document_BS = document_BS.masked_fill(~live, -1)
+            past = torch.arange(1, first_BS.shape[1] + 1, device=first_BS.device)
+            first_BS, plain = torch.where(live, first_BS, past), False
+        return Rows(self.ids_BS[:rows], document_BS, first_BS, targets, plain)
 
 
 def check_stage(config: TrainConfig, model: ModelConfig, dataset: TokenDataset) -> None:

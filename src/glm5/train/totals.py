@@ -16,6 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from glm5.kernels.indexer_loss import IndexerLoss
+from glm5.train.ranks import Ranks
 
 
 @dataclass(frozen=True)
@@ -63,6 +64,16 @@ class Totals:
         if len(own) < self.routers:  # MTP did not run: its router keeps its bias
             own += [torch.zeros_like(own[0])] * (self.routers - len(own))
         self.loads = own if not self.loads else [a + b for a, b in zip(self.loads, own, strict=True)]
+
+    def over(self, ranks: Ranks) -> None:
+        """Add up over all ranks. Every rank has added the same kinds of sums."""
+        for x in (self.ce, self.ce_tokens, self.indexers.sums):
+            if x is not None:
+                ranks.sum(x)
+        if self.loads:
+            self.loads = list(ranks.sum(torch.stack(self.loads)))
+        if self.indexers.maxima:
+            self.indexers.maxima = list(ranks.largest(torch.stack(self.indexers.maxima)))
 
     def metrics(self, bytes_per_token: float, *, recall: bool) -> dict[str, Any]:
         out: dict[str, Any] = {}

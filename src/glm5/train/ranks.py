@@ -1,0 +1,220 @@
+"""What one rank of a training run asks of the others; alone, every answer is its own and nothing is sent.
+
+Which rows of a step are its share, sums over all data ranks, one decision for all, one rank that writes. With it
+`Trainer.step` reads the same on one process and on many. Read next: `loop`, `glm5.parallel.mesh`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import torch
+import torch.distributed as dist
+from numpy.typing import NDArray
+from rich.console import Console
+from torch import Tensor, nn
+
+from glm5.model.glm5 import GLM5
+from glm5.parallel.mesh import ParallelError, World
+from glm5.train.checkpoint import CheckpointStore
+from glm5.train.config import TrainConfig
+from glm5.utils.errors import ConfigError, UserError
+
+if TYPE_CHECKING:
+    from glm5.parallel.muon import Holdings
+
+T = TypeVar("T")
+
+
+class Ranks:
+    """This process among those that train together.
+
+    Args:
+        world: None is one process.
+    """
+
+    def __init__(self, world: World | None = None) -> None:
+        self.world = world
+        self.alone = world is None
+
+    @property
+    def main(self) -> bool:
+        """Whether this process speaks and writes files that are one for all."""
+        return self.world is None or self.world.main
+
+    def console(self) -> Console | None:
+        """Where progress is shown: nowhere but on the main rank."""
+        return None if self.main else Console(quiet=True)
+
+    # ------------------------------------------------------------------ where things lie
+    # DTensor takes long to import, and one process has none.
+    def place(self, model: GLM5) -> None:
+        """Lay the model out over the ranks, in place."""
+        if self.world is not None:
+            from glm5.parallel.shard import parallelize
+
+            parallelize(model, self.world)
+
+    def holdings(self, parameters: list[nn.Parameter]) -> Holdings | None:
+        """Which rank holds what of them; None where one holds all."""
+        if self.world is None:
+            return None
+        from glm5.parallel.muon import Holdings
+
+        return Holdings(parameters, self.world.group("stage"), self.world.group("world"))
+
+    def local(self, t: Tensor) -> Tensor:
+        """What this rank holds of a tensor."""
+        if self.world is None:
+            return t
+        from glm5.parallel.expert import local
+
+        return local(t)
+
+    def whole(self, t: Tensor) -> Tensor:
+        """All of a tensor, on every rank; all call this."""
+        if self.world is None:
+            return t
+        from glm5.parallel.shard import whole
+
+        return whole(t)
+
+    def store(self, directory: Path, keep: int, places: Callable[[], Mapping[str, Tensor]]) -> CheckpointStore:
+        """Checkpoints of this process, or of all ranks together; see `ShardedStore`."""
+        if self.world is None:
+            return CheckpointStore(directory, keep)
+        from glm5.train.sharded import ShardedStore
+
+        return ShardedStore(directory, keep, self.world, places)
+
+    # ------------------------------------------------------------------ rows
+    def check_batch(self, config: TrainConfig) -> None:
+        """Whether every step's rows can be dealt out evenly.
+
+        Raises:
+            ConfigError: they cannot; it names the field.
+        """
+        dealt = 1 if self.world is None else self.world.count("dp")
+        batch = config.batch
+        sizes = [("batch.initial", batch.initial), ("batch.final", batch.final)]
+        sizes += [("batch.multiple", batch.multiple)] if batch.initial != batch.final and batch.ramp else []
+        for name, size in sizes:
+            if size % dealt:
+                raise ConfigError(name, size, f"must be a multiple of dp={dealt}, over which rows are dealt")
+
+    def share(self, items: NDArray[Any]) -> NDArray[Any]:
+        """Every dp-th item, beginning with this rank's place: the first few of a step are spread over all ranks."""
+        if self.world is None:
+            return items
+        return items[self.world.place("dp") :: self.world.count("dp")]
+
+    def mtp_rows(self, rows: int, first: int, count: int) -> tuple[int, int]:
+        """Of this rank's rows `first .. first + count - 1` of a step: how many run MTP, and how many of those count.
+
+        Args:
+            rows: the step's first so many rows, over all ranks, train MTP.
+
+        Every rank runs MTP on as many rows as any other, since they gather its parameters together; where rows don't
+        divide evenly, the last ones of some ranks count nothing.
+        """
+        dealt, place = (1, 0) if self.world is None else (self.world.count("dp"), self.world.place("dp"))
+        run = min(count, max(0, -(-rows // dealt) - first))
+        return run, min(run, max(0, -(-(rows - place) // dealt) - first))
+
+    # ------------------------------------------------------------------ sums and decisions
+    def totals(self, *numbers: int) -> list[int]:
+        """Each number's sum over the data ranks."""
+        if self.world is None:
+            return list(numbers)
+        return self.sum(torch.tensor(numbers, device=self.world.device)).tolist()
+
+    def sum(self, x: Tensor) -> Tensor:
+        """The sum over the data ranks, in place."""
+        if self.world is not None and self.world.count("data") > 1:
+            dist.all_reduce(x, group=self.world.group("data"))
+        return x
+
+    def largest(self, x: Tensor) -> Tensor:
+        """The elementwise maximum over all ranks, in place."""
+        if self.world is not None and self.world.size > 1:
+            dist.all_reduce(x, dist.ReduceOp.MAX, group=self.world.group("world"))
+        return x
+
+    def any(self, flag: bool) -> bool:
+        """Whether it is so on some rank: the same answer on all."""
+        if self.world is None or self.world.size == 1:
+            return flag
+        return bool(self.largest(torch.tensor(int(flag), device=self.world.device)))
+
+    def first(self, what: str | None) -> str | None:
+        """What the first rank that has something to say says, with its name, on all; None where all are silent."""
+        if self.world is None or self.world.size == 1:
+            return what
+        if not self.any(what is not None):
+            return None
+        said = self.world.gather_objects(what)
+        return next(f"rank {rank}: {text}" for rank, text in enumerate(said) if text is not None)
+
+    def on_main(self, act: Callable[[], T]) -> T | None:
+        """Do something on the main rank while the others wait. Its result there, None elsewhere; its error on all."""
+        if self.world is None:
+            return act()
+        result, failed = None, None
+        if self.main:
+            try:
+                result = act()
+            except UserError as e:
+                failed = e
+            except Exception as e:
+                self._told(ParallelError(f"rank 0: {type(e).__name__}: {e}"))
+                raise
+        error = self._told(failed)
+        if error is not None:
+            raise failed or error
+        return result
+
+    def _told(self, error: UserError | None) -> UserError | None:
+        """The main rank's error on every rank: the class and words of it, or a plain one where it can't be copied."""
+        assert self.world is not None
+        box = [None if error is None else (error.what, error.mend)]
+        dist.broadcast_object_list(box, src=0)
+        return None if box[0] is None else (error or UserError(*box[0]))
+
+    def together(self, act: Callable[[], T]) -> T:
+        """Do something on every rank; a `UserError` on one is raised on all, with the rank's name.
+
+        For what contains no communication: a rank that fails early must not leave the others waiting inside.
+        """
+        if self.world is None:
+            return act()
+        result, error = None, None
+        try:
+            result = act()
+        except UserError as e:
+            error = e
+        found = self.world.gather_objects(None if error is None else (error.what, error.mend))
+        for rank, said in enumerate(found):
+            if said is not None:
+                raise error or UserError(f"rank {rank}: {said[0]}", said[1])
+        return result  # type: ignore[return-value]
+
+
+class SilentLog:
+    """What a `RunLog` is on ranks that don't write."""
+
+    def resume(self, step: int) -> None: ...
+
+    def log(self, step: int, **metrics: Any) -> None: ...
+
+    def sync(self) -> None: ...
+
+    def save_environment(self) -> None: ...
+
+    def finish(self, **summary: Any) -> None: ...
+
+    def __enter__(self) -> SilentLog:
+        return self
+
+    def __exit__(self, *_: object) -> None: ...
