@@ -254,3 +254,31 @@ def test_documents_are_separate_rows() -> None:
         torch.testing.assert_close(part[0], out[0, begin:end], rtol=1e-5, atol=1e-6)
         for mine, whole in zip(torch.autograd.grad(part.square().sum(), alone), (dq, dk, dv), strict=True):
             torch.testing.assert_close(mine[0], whole[0, begin:end], rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="fused attention of packed documents: no CUDA device")
+@pytest.mark.parametrize(("width", "value"), [(256, 256), (192, 128), (64, 80)])
+def test_documents_by_the_fused_kernel(width: int, value: int) -> None:
+    """Half precision on a GPU: documents of many lengths, padding, and ends that see nothing; values and gradients."""
+    generator = torch.Generator(device="cuda").manual_seed(0)
+    first = torch.zeros(2, 300, dtype=torch.int64, device="cuda")
+    for row, starts in enumerate(([0, 7, 8, 100, 260], [0, 150])):
+        for start in starts:
+            first[row, start:] = start
+    first[0, 290:], first[1, 148:150] = 300, 300
+    visible = Visibility.documents(first)
+    q, k, v = (torch.randn(2, 300, 4, w, generator=generator, device="cuda") for w in (width, width, value))
+    grad = torch.randn(2, 300, 4, value, generator=generator, device="cuda").bfloat16()
+    half = [x.bfloat16().requires_grad_() for x in (q, k, v)]
+    out = dense_attention(*half, visible, SCALE)
+    assert attention._flash_takes(*half)
+    wide = [x.detach().double().requires_grad_() for x in half]
+    expected = dense_attention(*wide, visible, SCALE)
+    assert bool((out[first > visible.last_BT] == 0).all())
+    for found, exact in zip(
+        (out, *torch.autograd.grad(out, half, grad)),
+        (expected, *torch.autograd.grad(expected, wide, grad.double())),
+        strict=True,
+    ):
+        assert (found.double() - exact).norm() < 5e-3 * exact.norm()

@@ -35,6 +35,8 @@ def dense_attention(q_BTHX: Tensor, k_BSGX: Tensor, v_BSGV: Tensor, visible: Vis
     """
     if visible.offset == 0 and visible.slots == q_BTHX.shape[1] > 1:
         return _fused_causal(q_BTHX, k_BSGX[:, : visible.slots], v_BSGV[:, : visible.slots], scale)
+    if visible.packed and _flash_takes(q_BTHX, k_BSGX, v_BSGV):
+        return _fused_documents(q_BTHX, k_BSGX, v_BSGV, visible, scale)
     return _Attention.apply(q_BTHX, k_BSGX, v_BSGV, visible, None, scale)
 
 
@@ -76,6 +78,26 @@ def _fused_causal(q_BTHX: Tensor, k_BSGX: Tensor, v_BSGV: Tensor, scale: float) 
     q, k, v = (x.transpose(1, 2) for x in (q_BTHX, k_BSGX, v_BSGV))
     out = F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale, enable_gqa=k.shape[1] != q.shape[1])
     return out.transpose(1, 2)[..., :width_v]
+
+
+def _flash_takes(q_BTHX: Tensor, k_BSGX: Tensor, v_BSGV: Tensor) -> bool:
+    """Whether torch's fused kernel for rows of several documents can run: half precision on CUDA, a key head each."""
+    half, widest = q_BTHX.dtype in (torch.bfloat16, torch.float16), max(q_BTHX.shape[-1], v_BSGV.shape[-1])
+    return q_BTHX.is_cuda and half and widest <= 256 and k_BSGX.shape[2] == q_BTHX.shape[2]
+
+
+def _fused_documents(q_BTHX: Tensor, k_BSGX: Tensor, v_BSGV: Tensor, visible: Visibility, scale: float) -> Tensor:
+    """Every document as a sequence of its own; what padding sees is cut off again."""
+    from torch.nn.attention.varlen import varlen_attn
+
+    widths = [x.shape[-1] for x in (q_BTHX, k_BSGX, v_BSGV)]
+    q, k, v = (
+        F.pad(x, (0, max(widths) - w)).flatten(0, 1) for x, w in zip((q_BTHX, k_BSGX, v_BSGV), widths, strict=True)
+    )
+    edges, longest = visible.segments
+    out = varlen_attn(q, k, v, edges, edges, longest, longest, scale=scale, window_size=(-1, 0))
+    out = out.unflatten(0, q_BTHX.shape[:2])[..., : widths[2]]
+    return out.masked_fill((visible.first_BT > visible.last_BT)[..., None, None], 0.0)
 
 
 def _gathered(

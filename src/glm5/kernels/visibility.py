@@ -22,12 +22,14 @@ class Visibility:
         offset: set when every row is plainly causal (`first = 0`, `last = offset + t`), which lets an operator
             use a fused causal kernel; None says nothing.
         slots: upper bound (exclusive) of the slots that any query sees, known without reading the tensors.
+        packed: set when rows are packed documents, each query at its own slot, which sees its document so far.
     """
 
     first_BT: Tensor
     last_BT: Tensor
     slots: int
     offset: int | None = None
+    packed: bool = False
 
     @classmethod
     def causal(cls, batch: int, queries: int, offset: int = 0, device: torch.device | str | None = None) -> Visibility:
@@ -41,7 +43,7 @@ class Visibility:
         """Causal attention inside packed documents: `first_BT[b, t]` is the slot where t's document begins."""
         batch, queries = first_BT.shape
         last_BT = torch.arange(queries, device=first_BT.device).expand(batch, queries)
-        return cls(first_BT.long(), last_BT, queries)
+        return cls(first_BT.long(), last_BT, queries, packed=True)
 
     def tile(self, start: int, stop: int) -> Visibility:
         """The same for queries `start:stop`, with `slots` tightened where that is known."""
@@ -61,6 +63,20 @@ class Visibility:
     def narrow(self) -> tuple[Tensor, Tensor]:
         """The bounds as contiguous int32, made once for all layers of a call."""
         return self.first_BT.to(torch.int32).contiguous(), self.last_BT.to(torch.int32).contiguous()
+
+    @cached_property
+    def segments(self) -> tuple[Tensor, int]:
+        """Of packed rows, flattened: where each document begins and the last ends, int32, and the longest's length.
+
+        Padding between documents is a segment too. Made once for all layers of a call; waits for the device.
+        """
+        begins_BT = self.first_BT == self.last_BT
+        empty_BT = self.first_BT > self.last_BT
+        begins_BT[:, 1:] |= empty_BT[:, 1:] & ~empty_BT[:, :-1]
+        begins_BT[:, 0] = True
+        end = torch.full((1,), begins_BT.numel(), device=begins_BT.device)
+        edges = torch.cat((begins_BT.flatten().nonzero()[:, 0], end))
+        return edges.to(torch.int32), int(edges.diff().max())
 
     def count_BT(self) -> Tensor:
         """Visible slots per query; 0 for padding."""
