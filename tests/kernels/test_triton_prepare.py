@@ -52,6 +52,23 @@ def test_rms_norm_of_rows_at_a_stride(width: int) -> None:
     assert _error(fast.rms_norm(x, gain, 1e-5), rms_norm(x.float(), gain.float(), 1e-5)) < TOLERANCE
 
 
+def test_add_rms_norm_is_a_sum_and_its_norm() -> None:
+    x, y, gain = _random(2, 3, 80, seed=21), _random(2, 3, 80, seed=22, scale=30.0), _random(80, seed=23)
+    total, normed = fast.add_rms_norm(x, y, gain, 1e-5)
+    assert torch.equal(total, x + y)
+    assert _error(normed, rms_norm((x + y).float(), gain.float(), 1e-5)) < TOLERANCE
+
+
+def test_store_writes_rows_of_both_pools_and_no_others() -> None:
+    pools = _random(9, 20, seed=24), _random(9, 6, seed=25)
+    expected = pools[0].clone(), pools[1].clone()
+    new = _random(3, 24, seed=26)[:, 2:22], _random(3, 6, seed=27)
+    row_N = torch.tensor([7, 0, 4], device=DEVICE)
+    fast.store(row_N, (pools[0], new[0]), (pools[1], new[1]))
+    for pool, before, rows in zip(pools, expected, new, strict=True):
+        assert torch.equal(pool, before.index_copy(0, row_N, rows))
+
+
 def test_rms_norm_keeps_nan_to_its_row() -> None:
     x = _random(3, 32, seed=2)
     x[1, 7] = torch.nan

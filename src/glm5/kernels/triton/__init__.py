@@ -21,6 +21,8 @@ _HOME = {
     "index_select": "glm5.kernels.triton.index_scores",
     "grouped_swiglu": "glm5.kernels.triton.moe",
     "rms_norm": "glm5.kernels.triton.basic",
+    "add_rms_norm": "glm5.kernels.triton.basic",
+    "store": "glm5.kernels.triton.basic",
     "silu_times": "glm5.kernels.triton.basic",
     "product": "glm5.kernels.triton.basic",
     "swiglu": "glm5.kernels.triton.basic",

@@ -1,4 +1,4 @@
-"""RMSNorm and SwiGLU in Triton, and products of matrices that share an input.
+"""RMSNorm, SwiGLU and the cache's write in Triton, and products of matrices that share an input.
 
 A program takes a row, or a piece of one, and computes it in fp32; it rounds where the specification does. Products are
 cuBLAS's. Read next: `prepare`; `glm5.kernels.basic` for the specification.
@@ -39,6 +39,58 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
         warps = min(8, max(1, block // 512))
         _rms_norm[(rows.shape[0],)](rows, weight, out, rows.stride(0), eps, D=width, BLOCK=block, num_warps=warps)
     return out
+
+
+@triton.jit
+def _add_rms_norm(x_ptr, y_ptr, gain_ptr, sum_ptr, out_ptr, eps, D: tl.constexpr, BLOCK: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64)
+    col = tl.arange(0, BLOCK)
+    real = col < D
+    kind = out_ptr.dtype.element_ty
+    x = tl.load(x_ptr + row * D + col, mask=real, other=0.0).to(tl.float32)
+    x = (x + tl.load(y_ptr + row * D + col, mask=real, other=0.0).to(tl.float32)).to(kind)
+    tl.store(sum_ptr + row * D + col, x, mask=real)
+    x = x.to(tl.float32)
+    inverse = 1.0 / tl.sqrt(tl.sum(x * x, 0) / D + eps)
+    gain = tl.load(gain_ptr + col, mask=real, other=0.0)
+    tl.store(out_ptr + row * D + col, (x * inverse).to(kind) * gain.to(kind), mask=real)
+
+
+def add_rms_norm(x: Tensor, y: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    """As `glm5.kernels.basic.add_rms_norm`, for contiguous x and y."""
+    width = x.shape[-1]
+    total, out = torch.empty_like(x), torch.empty_like(x)
+    if x.numel():
+        block = triton.next_power_of_2(width)
+        warps = min(8, max(1, block // 512))
+        _add_rms_norm[(x.numel() // width,)](x, y, weight, total, out, eps, D=width, BLOCK=block, num_warps=warps)
+    return total, out
+
+
+@triton.jit
+def _store(
+    row_ptr, a_ptr, a_new_ptr, b_ptr, b_new_ptr, a_stride, a_new_stride, b_stride, b_new_stride,
+    A: tl.constexpr, B: tl.constexpr, BLOCK_A: tl.constexpr, BLOCK_B: tl.constexpr,
+):  # fmt: skip
+    new = tl.program_id(0).to(tl.int64)
+    row = tl.load(row_ptr + new)
+    col = tl.arange(0, BLOCK_A)
+    value = tl.load(a_new_ptr + new * a_new_stride + col, mask=col < A)
+    tl.store(a_ptr + row * a_stride + col, value, mask=col < A)
+    col = tl.arange(0, BLOCK_B)
+    value = tl.load(b_new_ptr + new * b_new_stride + col, mask=col < B)
+    tl.store(b_ptr + row * b_stride + col, value, mask=col < B)
+
+
+def store(row_N: Tensor, *pools: tuple[Tensor, Tensor]) -> None:
+    """Write the rows of both tensors to rows row_N of their pools: ((pool [R, X], rows [N, X]), the other two)."""
+    (a, a_new), (b, b_new) = pools
+    if row_N.numel():
+        _store[(row_N.numel(),)](
+            row_N, a, a_new, b, b_new, a.stride(0), a_new.stride(0), b.stride(0), b_new.stride(0),
+            A=a.shape[1], B=b.shape[1], BLOCK_A=triton.next_power_of_2(a.shape[1]),
+            BLOCK_B=triton.next_power_of_2(b.shape[1]), num_warps=2,
+        )  # fmt: skip
 
 
 @triton.jit

@@ -169,6 +169,10 @@ def index_select(
     batch, queries = first_BT.shape
     slots = k_BSI.shape[1] if pages is None else pages.table_BP.shape[1] * pages.size
     tile = min(queries, max(1, tile_bytes // (4 * batch * max(1, slots))))
+    if tile >= queries:
+        scored = scores(q_BTJI, w_BTJ, k_BSI, first_BT, last_BT, fill=False, pages=pages)
+        chosen = topk(scored.flatten(0, 1), k, first_BT.flatten(), last_BT.flatten())
+        return chosen.view(batch, queries, -1)
     picked = torch.empty(batch, queries, min(k, slots), dtype=torch.int32, device=q_BTJI.device)
     for start in range(0, queries, tile):
         part = slice(start, min(start + tile, queries))
