@@ -28,6 +28,16 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     return (x * _inverse_rms(x, eps)).to(x.dtype) * weight
 
 
+def add_rms_norm(x: Tensor, y: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    """x + y, and its `rms_norm`: a residual and the norm that follows it."""
+    fast = pick("add_rms_norm", x, y, weight)
+    if fast is not None:
+        both: tuple[Tensor, Tensor] = fast(x, y, weight, eps)
+        return both
+    x = x + y
+    return x, rms_norm(x, weight, eps)
+
+
 def _inverse_rms(x: Tensor, eps: float) -> Tensor:
     """1 / sqrt(mean(x ** 2) + eps) over the last axis, kept, in fp32 (float64 for float64)."""
     wide = x.dtype if x.dtype in (torch.float32, torch.float64) else torch.float32

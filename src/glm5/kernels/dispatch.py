@@ -167,6 +167,14 @@ def _rows_at_one_stride(x: Tensor, *weights: Tensor) -> str | None:
     return _plain_bf16(x, *weights) if dense else "takes rows at one stride"
 
 
+def _add_norm(x: Tensor, y: Tensor, weight: Tensor) -> str | None:
+    return _plain_bf16(x, y, weight) if x.is_contiguous() and y.is_contiguous() else "takes contiguous rows"
+
+
+def _store(row_N: Tensor, *others: Tensor) -> str | None:
+    return None if all(t.stride(-1) == 1 for t in (row_N, *others)) else "takes contiguous columns"
+
+
 def _project(x: Tensor, *weights: Tensor) -> str | None:
     rotary = weights[3].shape[0] - weights[4].shape[0]
     if rotary & (rotary - 1):
@@ -260,6 +268,8 @@ OPERATORS: dict[str, tuple[Fast, ...]] = {
         Fast("triton.rms_norm", _triton, _rows_at_one_stride, _load_triton("rms_norm")),
         Fast("cpu.rms_norm", _compiler, _cpu_norm, _load_cpu("rms_norm")),
     ),
+    "add_rms_norm": (Fast("triton.add_rms_norm", _triton, _add_norm, _load_triton("add_rms_norm")),),
+    "store": (Fast("triton.store", _triton, _store, _load_triton("store")),),
     "project": (
         Fast("triton.project", _triton, _project, _load_triton("project")),
         Fast("cpu.project", _compiler, _cpu_few, _load_cpu("project")),

@@ -37,7 +37,7 @@ class Block(nn.Module):
         aux: Aux | None = None,
     ) -> Tensor:
         """x + attention, then + feed-forward: [B, T, D]. Arguments as `MLA.forward`."""
-        x_BTD = x_BTD + self.self_attn(
+        attended = self.self_attn(
             self.input_layernorm(x_BTD),
             rope,
             visible,
@@ -47,5 +47,5 @@ class Block(nn.Module):
             trace=trace,
             aux=aux,
         )
-        y = self.post_attention_layernorm(x_BTD)
+        x_BTD, y = self.post_attention_layernorm.add(x_BTD, attended)
         return x_BTD + (self.mlp(y, trace=trace, aux=aux) if isinstance(self.mlp, MoE) else self.mlp(y))

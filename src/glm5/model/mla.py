@@ -104,7 +104,7 @@ class MLA(nn.Module):
                 index = None if index_q is None else (part.of(index_q[0]), part.of(index_q[1]))
                 mixed = self._attend(part, part.of(q_nope), part.of(q_rope), index, sparse, trace, aux)
                 outs.append(mixed.flatten(0, 1))
-            out = torch.cat(outs)[None]
+            out = (outs[0] if len(outs) == 1 else torch.cat(outs))[None]
         return self.o_proj(out.flatten(-2))
 
     def _attend(

@@ -21,6 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from glm5.kernels.dispatch import pick
 from glm5.kernels.pages import Pages
 from glm5.kernels.visibility import Visibility
 from glm5.model.cache import Part, cache_widths
@@ -176,9 +177,13 @@ class PagedBatch:
     ) -> list[Part]:
         """Write a layer's new rows; what each group reads. Slots and visibility are this batch's own."""
         pools = self.cache.layers[layer]
-        for pool, values in zip(pools, (rows_1NX, index_1NI), strict=True):
-            pool[0].index_copy_(0, self.row_N, values[0])
         rows, index_keys = pools
+        fast = pick("store", self.row_N, rows, index_keys, rows_1NX, index_1NI)
+        if fast is not None:
+            fast(self.row_N, (rows[0], rows_1NX[0]), (index_keys[0], index_1NI[0]))
+        else:
+            rows[0].index_copy_(0, self.row_N, rows_1NX[0])
+            index_keys[0].index_copy_(0, self.row_N, index_1NI[0])
         return [Part(g.visible, rows, index_keys, g.pages, (g.first, g.batch, g.queries)) for g in self.groups]
 
     def keep_hidden(self, hidden_1ND: Tensor) -> None:
