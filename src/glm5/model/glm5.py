@@ -166,8 +166,8 @@ class GLM5(nn.Module):
     ) -> Tensor:
         """The trunk's hidden states after the final norm, [B, T, D]: what the head and MTP read.
 
-        With a `PagedBatch` input_ids are its flat batch, [1, N], and its owner's to check: a look at them would wait for
-        the device. Whoever changes weights then calls `forget_joined`.
+        With a `PagedBatch` input_ids are its flat batch, [1, N], and its owner's to check: a look at them would wait
+        for the device. Whoever changes weights then calls `forget_joined`.
         With `SharedRows` they are the positions held here.
         `embedded` [B, T, D] enters the first block in place of the ids' embeddings: a pipeline stage's input.
         """
