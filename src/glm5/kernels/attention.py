@@ -54,6 +54,8 @@ def sparse_attention(
     The absorbed form (G = 1) gathers rows; the expanded form masks. Shapes as in `dense_attention`; with `pages`, in
     the absorbed form only, keys and values are those of a pool, [1, rows, 1, width].
     """
+    if torch.is_grad_enabled() and (q_BTHX.requires_grad or k_BSGX.requires_grad):
+        return sparse_attention_lse(q_BTHX, k_BSGX, v_BSGV, selected_BTK, visible, scale)[0]
     fast = pick("sparse_attention", q_BTHX, k_BSGX, v_BSGV)
     if fast is not None:
         out: Tensor = fast(q_BTHX, k_BSGX, v_BSGV, selected_BTK, visible, scale, pages)
@@ -63,9 +65,20 @@ def sparse_attention(
         rows = Visibility(*(selected_BTK[..., 0],) * 2, k_BSGX.shape[1])
         flat = q_BTHX.flatten(0, 1)[None]
         return _gathered(flat, k_BSGX[:, :, 0], v_BSGV[:, :, 0], selected_BTK, rows, scale).view(*q_BTHX.shape[:3], -1)
-    if k_BSGX.shape[2] == 1 and not (torch.is_grad_enabled() and (q_BTHX.requires_grad or k_BSGX.requires_grad)):
+    if k_BSGX.shape[2] == 1:
         return _gathered(q_BTHX, k_BSGX[:, :, 0], v_BSGV[:, :, 0], selected_BTK, visible, scale)
     return _Attention.apply(q_BTHX, k_BSGX, v_BSGV, visible, selected_BTK, scale)
+
+
+def sparse_attention_lse(
+    q_BTHX: Tensor, k_BSGX: Tensor, v_BSGV: Tensor, selected_BTK: Tensor, visible: Visibility, scale: float
+) -> tuple[Tensor, Tensor | None]:
+    """`sparse_attention` for training, and the log-sum-exp [B, T, H] of its logits where what runs has it, fp32."""
+    fast = pick("train_sparse_attention", q_BTHX, k_BSGX, v_BSGV)
+    if fast is not None:
+        pair: tuple[Tensor, Tensor] = fast(q_BTHX, k_BSGX, v_BSGV, selected_BTK, scale)
+        return pair
+    return _Attention.apply(q_BTHX, k_BSGX, v_BSGV, visible, selected_BTK, scale), None
 
 
 def _fused_causal(q_BTHX: Tensor, k_BSGX: Tensor, v_BSGV: Tensor, scale: float) -> Tensor:

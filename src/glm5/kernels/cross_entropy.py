@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from glm5.kernels.dispatch import pick
 from glm5.utils.errors import DataError
 
 # Elements of one chunk's logits. On a CPU they should stay near the cache; a GPU wants large products.
@@ -156,6 +157,12 @@ def _forward(
     grad_weight: bool,
 ) -> _Run:
     """One pass over the chunks. Gradients are those of -sum(weights * logprobs), in the accumulation dtype."""
+    fast = pick("linear_cross_entropy", hidden_ND, weight_VD) if not with_argmax else None
+    if fast is not None:
+        logprobs_N, entropy_N, *grads = fast(
+            hidden_ND, weight_VD, targets_N, weights_N, with_entropy, grad_hidden, grad_weight
+        )
+        return _Run(logprobs_N, entropy_N, None, *grads)
     (n, d), v = hidden_ND.shape, weight_VD.shape[0]
     accum = torch.promote_types(hidden_ND.dtype, torch.float32)
     # Tensor cores multiply bf16 into fp32 directly; elsewhere operands are brought to `accum` first.

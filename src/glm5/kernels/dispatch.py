@@ -48,6 +48,10 @@ class Fast:
 
 
 # --------------------------------------------------------------------------- availability
+def _cuda() -> tuple[bool, str]:
+    return torch.cuda.is_available(), "CUDA device" if torch.cuda.is_available() else "no CUDA device"
+
+
 @cache
 def _triton() -> tuple[bool, str]:
     if not torch.cuda.is_available():  # where its interpreter could run, which is for tests
@@ -192,6 +196,44 @@ def _absorbed(q_nope: Tensor, rows: Tensor, up: Tensor) -> str | None:
     return _plain_bf16(q_nope, rows, up)
 
 
+# Of training: with gradients, bf16 as well.
+def _bf16(*tensors: Tensor) -> str | None:
+    wrong = next((t.dtype for t in tensors if t.dtype != torch.bfloat16), None)
+    return None if wrong is None else f"written for bfloat16, not {wrong}"
+
+
+def _train_sparse(q_BTHX: Tensor, k_BSGX: Tensor, v_BSGV: Tensor) -> str | None:
+    if not _is_absorbed(k_BSGX, v_BSGV):
+        return NOT_ABSORBED
+    if (q_BTHX.shape[-1], v_BSGV.shape[-1]) != (576, 512) or q_BTHX.shape[2] > 64:
+        return f"takes up to 64 heads of 576/512, not {q_BTHX.shape[2]} of {q_BTHX.shape[-1]}/{v_BSGV.shape[-1]}"
+    return _bf16(q_BTHX, k_BSGX)
+
+
+def _train_indexer(iq_BTJI: Tensor, ik_BSI: Tensor, q_BTHX: Tensor, k_BSGX: Tensor) -> str | None:
+    if k_BSGX.shape[2] != 1 or q_BTHX.shape[-1] != 576 or q_BTHX.shape[2] > 64:
+        return "takes the absorbed form of up to 64 heads of 576/512, and a selection"
+    if any(n < 16 or n & (n - 1) for n in iq_BTJI.shape[2:]):
+        return f"takes powers of two from 16, not {iq_BTJI.shape[2]} index heads of {iq_BTJI.shape[3]}"
+    return _bf16(iq_BTJI, ik_BSI, q_BTHX, k_BSGX)
+
+
+def _train_experts(x_ND: Tensor, gate_up_EFD: Tensor, down_EDF: Tensor) -> str | None:
+    if not (gate_up_EFD.is_contiguous() and down_EDF.is_contiguous()) or any(n % 8 for n in down_EDF.shape[1:]):
+        return "takes contiguous weights whose widths are multiples of 8"
+    return _bf16(x_ND, gate_up_EFD, down_EDF)
+
+
+def _train_rows(x: Tensor, *others: Tensor) -> str | None:
+    return _bf16(x, *others) if x.stride(-1) == 1 else "takes contiguous columns"
+
+
+def trains_absorbed(rows: Tensor, value: int) -> bool:
+    """Whether sparse attention over these latent rows [B, S, X] has a fast gradient in the absorbed form."""
+    fits = rows.is_cuda and rows.dtype == torch.bfloat16 and (rows.shape[-1], value) == (576, 512)
+    return fits and os.environ.get("GLM5_KERNELS") != "torch" and _both()[0]
+
+
 def _router(x_ND: Tensor, weight_ED: Tensor) -> str | None:
     if weight_ED.dtype != torch.float32 or not weight_ED.is_contiguous():
         return "takes contiguous fp32 weights"
@@ -253,6 +295,16 @@ def _load_triton(operator: str) -> Callable[[], Callable[..., Any]]:
     return load
 
 
+def _load_training(operator: str) -> Callable[[], Callable[..., Any]]:
+    def load() -> Callable[..., Any]:
+        from glm5.kernels import training
+
+        found: Callable[..., Any] = getattr(training, operator)
+        return found
+
+    return load
+
+
 def _load_cpu(operator: str) -> Callable[[], Callable[..., Any]]:
     def load() -> Callable[..., Any]:
         from glm5.kernels import cpu
@@ -287,7 +339,10 @@ OPERATORS: dict[str, tuple[Fast, ...]] = {
         Fast("cuda.absorbed_attention", _both, _absorbed, _load_absorbed),
         Fast("cpu.absorbed_attention", _compiler, _cpu_absorbed, _load_cpu("absorbed_attention")),
     ),
-    "indexer_loss": (),
+    "train_sparse_attention": (
+        Fast("cuda.sparse_mla_backward", _hopper, _train_sparse, _load_training("sparse_attention")),
+    ),
+    "indexer_loss": (Fast("triton.indexer_loss", _both, _train_indexer, _load_training("indexer_loss")),),
     "router": (Fast("triton.router", _triton, _router, _load_triton("router")),),
     "route": (
         Fast("triton.route", _triton, _route, _load_triton("route")),
@@ -302,7 +357,12 @@ OPERATORS: dict[str, tuple[Fast, ...]] = {
         Fast("cpu.swiglu", _compiler, _cpu_few, _load_cpu("swiglu")),
     ),
     "moe": (Fast("cpu.moe", _compiler, _cpu_few, _load_cpu("moe")),),
-    "linear_cross_entropy": (),
+    "train_grouped_swiglu": (Fast("triton.moe_backward", _triton, _train_experts, _load_training("grouped_swiglu")),),
+    "train_rms_norm": (Fast("torch.rms_norm", _cuda, _train_rows, _load_training("rms_norm")),),
+    "train_swiglu": (Fast("triton.basic_backward", _triton, _train_rows, _load_training("swiglu")),),
+    "linear_cross_entropy": (
+        Fast("triton.cross_entropy", _triton, _train_rows, _load_training("linear_cross_entropy")),
+    ),
     "newton_schulz": (),
 }
 

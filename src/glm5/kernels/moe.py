@@ -74,7 +74,11 @@ def grouped_swiglu(x_ND: Tensor, gate_up_EFD: Tensor, down_EDF: Tensor, expert_N
         [N, D] in x's dtype; the sum over experts is taken in fp32.
     """
     n, m = expert_NM.shape
-    fast = pick("grouped_swiglu", x_ND, gate_up_EFD, down_EDF)
+    inputs = (x_ND, gate_up_EFD, down_EDF, weight_NM)
+    if x_ND.is_cuda and torch.is_grad_enabled() and any(t.requires_grad for t in inputs):
+        fast = pick("train_grouped_swiglu", *inputs[:3])
+    else:
+        fast = pick("grouped_swiglu", *inputs[:3])
     if fast is not None:
         return fast(x_ND, gate_up_EFD, down_EDF, expert_NM.contiguous(), weight_NM.contiguous())
     order = expert_NM.flatten().argsort(stable=True)

@@ -12,9 +12,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from glm5.kernels.attention import attention_logit_max, dense_attention, sparse_attention
+from glm5.kernels.attention import attention_logit_max, dense_attention, sparse_attention, sparse_attention_lse
 from glm5.kernels.basic import Joined, lay_side_by_side, rope_interleaved
-from glm5.kernels.dispatch import pick
+from glm5.kernels.dispatch import pick, trains_absorbed
 from glm5.kernels.indexer import index_scores, index_select
 from glm5.kernels.indexer_loss import indexer_loss
 from glm5.kernels.pages import Pages
@@ -122,12 +122,21 @@ class MLA(nn.Module):
         selected = None
         if sparse and index_q is not None and (visible.slots > self.indexer.topk or trace is not None):
             selected = self._select(index_q, part, trace)
-        measured = aux is not None and (aux.indexer or aux.logits)  # needs the expanded keys, gradients or not
-        absorbed = not measured and self._prefers_absorbed(q_nope.shape[1], visible, selected)
+        measured = aux is not None and (aux.indexer or aux.logits)  # needs queries and keys, gradients or not
+        trained = measured or torch.is_grad_enabled()
+        absorbed = self._prefers_absorbed(q_nope.shape[1], visible, selected)
+        if trained:
+            absorbed = absorbed and selected is not None and trains_absorbed(rows, self.latent)
         if part.pages is None:
             rows = rows[:, : visible.slots]
-        elif selected is None or not absorbed:  # only the selected rows can be read where they lie
+        elif selected is None or trained or not absorbed:  # only the selected rows can be read where they lie
             rows = part.pages.gather(rows, visible)
+        if absorbed and trained and selected is not None:
+            q_full, keys, values, w_uv = self._fold(q_nope, q_rope, rows)
+            mixed, lse = sparse_attention_lse(q_full, keys, values, selected, visible, self.scale)
+            if aux is not None and measured:
+                self._observe(aux, part, index_q, q_full, keys, selected, lse)
+            return _by_head(mixed, w_uv)
         if absorbed:
             return self._absorbed(q_nope, q_rope, rows, visible, selected, part.pages)
         q_full = torch.cat((q_nope, q_rope), dim=-1)
@@ -148,6 +157,7 @@ class MLA(nn.Module):
         q_BTHX: Tensor,
         keys_BSHX: Tensor,
         selected: Tensor | None,
+        lse_BTH: Tensor | None = None,
     ) -> None:
         """Fill in what `aux` asks of one call's attention: logit maxima, the indexer's loss."""
         visible = part.visible
@@ -155,9 +165,9 @@ class MLA(nn.Module):
             aux.logit_maxima.append(attention_logit_max(q_BTHX, keys_BSHX, visible, selected, self.scale))
         if aux.indexer:
             assert index_q is not None
-            topk = self.indexer.topk
+            index = (*index_q, part.index_keys)
             aux.indexer_losses.append(
-                indexer_loss(*index_q, part.index_keys, q_BTHX, keys_BSHX, visible, selected, self.scale, topk)
+                indexer_loss(*index, q_BTHX, keys_BSHX, visible, selected, self.scale, self.indexer.topk, lse_BTH)
             )
 
     def _turned(self, q_BTX: Tensor, rope: Tensor) -> tuple[Tensor, Tensor]:
@@ -239,20 +249,22 @@ class MLA(nn.Module):
         if fast is not None:
             out: Tensor = fast(q_nope, q_rope, up, rows, selected, self.scale, pages)
             return out
-        w_uk, w_uv = up[:, : self.nope], up[:, self.nope :]
-        q_full = torch.cat((_by_head(q_nope, w_uk), q_rope), dim=-1)
-        keys = rows.unsqueeze(2)
-        values = keys[..., : self.latent]
+        q_full, keys, values, w_uv = self._fold(q_nope, q_rope, rows)
         if selected is None:
             mixed = dense_attention(q_full, keys, values, visible, self.scale)
         else:
             mixed = sparse_attention(q_full, keys, values, selected, visible, self.scale, pages)
-        return _by_head(mixed, w_uv.transpose(1, 2))
+        return _by_head(mixed, w_uv)
+
+    def _fold(self, q_nope: Tensor, q_rope: Tensor, rows: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """Queries [B, T, H, L + R] that meet the rows themselves, keys and values [B, S, 1, ...], W_UV [H, L, V]."""
+        up = self.kv_b_proj.weight.view(self.heads, self.nope + self.value, self.latent)
+        keys = rows.unsqueeze(2)
+        q_full = torch.cat((_by_head(q_nope, up[:, : self.nope]), q_rope), dim=-1)
+        return q_full, keys, keys[..., : self.latent], up[:, self.nope :].transpose(1, 2)
 
     def _prefers_absorbed(self, queries: int, visible: Visibility, selected: Tensor | None) -> bool:
         """Whether the absorbed form does less counted work for this call (multiply-adds per head)."""
-        if torch.is_grad_enabled():
-            return False
         if selected is not None and self.o_proj.weight.is_cuda:
             return True  # the kernels gather as fast as they multiply, and masked products have none
         slots, wide, absorbed = visible.slots, self.nope + self.rotary + self.value, 2 * self.latent + self.rotary

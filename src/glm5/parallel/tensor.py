@@ -74,6 +74,7 @@ class TensorMLA(MLA):
         q_BTHX: Tensor,
         keys_BSHX: Tensor,
         selected: Tensor | None,
+        lse_BTH: Tensor | None = None,  # of this rank's heads only
     ) -> None:
         q_BTHX, keys_BSHX = gathered_heads(q_BTHX, self.group), gathered_heads(keys_BSHX, self.group)
         super()._observe(aux, part, index_q, q_BTHX, keys_BSHX, selected)

@@ -1,0 +1,89 @@
+"""What training calls of the fast operators: the specifications' arguments in, gradients made by kernels.
+
+`dispatch` names these functions; each imports its kernels when first called. Where
+`torch.use_deterministic_algorithms` is on, sums over queries run in a fixed order, at some cost in time and memory;
+else the last bits of the latent rows' and index keys' gradients depend on a race. Read next:
+`cuda.sparse_mla_backward`, `triton.moe_backward`, `triton.cross_entropy`.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+
+def sparse_attention(q: Tensor, k: Tensor, v: Tensor, selected: Tensor, scale: float) -> tuple[Tensor, Tensor]:
+    """Absorbed sparse attention and its log-sum-exp [B, T, H]; the rows' gradient arrives through k alone."""
+    from glm5.kernels.cuda.sparse_mla_backward import SparseMLA
+
+    out: tuple[Tensor, Tensor] = SparseMLA.apply(q, k[:, :, 0], selected.contiguous(), scale)
+    return out
+
+
+def indexer_loss(
+    iq: Tensor,
+    iw: Tensor,
+    ik: Tensor,
+    q: Tensor,
+    k: Tensor,
+    selected: Tensor,
+    scale: float,
+    lse: Tensor | None,
+    wants_grad: bool,
+) -> tuple[Tensor | None, ...]:
+    """KL, mass and logit maxima over a selection that the top-k holds whole, then gradients to iq, iw and ik."""
+    from glm5.kernels.cuda import sparse_mla
+    from glm5.kernels.triton import indexer_loss as kernels
+
+    rows, value = k[:, :, 0], 512
+    if lse is None:
+        lse = sparse_mla(q, rows, selected, value_dim=value, scale=scale)[1]
+    target, top = kernels.selected_distribution(q, rows, selected, lse, value_dim=value, scale=scale)
+    fixed = torch.are_deterministic_algorithms_enabled()
+    kl, mass, *grads = kernels.selected_loss(iq, iw, ik, selected, target, grad=wants_grad, deterministic=fixed)
+    return kl, mass, top.amax((0, 1)), *grads
+
+
+def grouped_swiglu(x: Tensor, gate_up: Tensor, down: Tensor, expert: Tensor, weight: Tensor) -> Tensor:
+    """As `moe.grouped_swiglu`."""
+    from glm5.kernels.triton.moe_backward import GroupedSwiGLU
+
+    out: Tensor = GroupedSwiGLU.apply(x, gate_up, down, expert, weight)
+    return out
+
+
+def linear_cross_entropy(
+    hidden: Tensor,
+    weight: Tensor,
+    targets: Tensor,
+    weights: Tensor | None,
+    with_entropy: bool,
+    grad_hidden: bool,
+    grad_weight: bool,
+) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]:
+    """Log-probabilities, entropies, and gradients of -sum(weights * log p) to hidden and weight."""
+    from glm5.kernels.triton import cross_entropy
+
+    return cross_entropy.linear_cross_entropy(
+        hidden,
+        weight,
+        targets.contiguous(),
+        None if weights is None else weights.contiguous(),
+        with_entropy=with_entropy,
+        grad_hidden=grad_hidden,
+        grad_weight=grad_weight,
+    )
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """As `basic.rms_norm`, rounded once: torch's own, whose two fused kernels were faster than ours."""
+    return F.rms_norm(x, (x.shape[-1],), weight, eps)
+
+
+def swiglu(gate: Tensor, up: Tensor) -> Tensor:
+    """As `basic.swiglu`."""
+    from glm5.kernels.triton.basic_backward import SwiGLU
+
+    out: Tensor = SwiGLU.apply(gate, up)
+    return out

@@ -1,0 +1,179 @@
+"""Triton's operators of training against their specifications: on a GPU in bf16, else interpreted in fp32.
+
+The oracle is the specification in fp32, fed with the same inputs. Skipped, saying so, where triton is not installed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor
+
+from support import triton_interpreter
+
+triton_interpreter.ask()
+
+from glm5.kernels import basic, moe
+from glm5.kernels.cross_entropy import linear_cross_entropy as cross_entropy
+from glm5.kernels.indexer_loss import indexer_loss
+from glm5.kernels.inverse import inverse_index
+from glm5.kernels.triton import basic_backward, moe_backward
+from glm5.kernels.triton import cross_entropy as fast_cross_entropy
+from glm5.kernels.triton import indexer_loss as fast_loss
+from glm5.kernels.visibility import Visibility
+
+triton_interpreter.mend()
+
+CUDA = torch.cuda.is_available()
+DEVICE = "cuda" if CUDA else "cpu"
+DTYPE = torch.bfloat16 if CUDA else torch.float32
+TOLERANCE = 5e-3 if CUDA else 2e-6
+
+
+@pytest.fixture(autouse=True)
+def specification(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What these tests compare with is plain PyTorch, also where fast versions would run."""
+    monkeypatch.setenv("GLM5_KERNELS", "torch")
+
+
+def _random(*size: int, seed: int, scale: float = 1.0, dtype: torch.dtype = DTYPE) -> Tensor:
+    return (torch.randn(*size, generator=torch.Generator().manual_seed(seed)) * scale).to(DEVICE, dtype)
+
+
+def _error(ours: Tensor, oracle: Tensor) -> float:
+    assert ours.shape == oracle.shape
+    assert not ours.isnan().any()
+    return float((ours.double() - oracle.double()).norm() / oracle.double().norm().clamp(min=1e-30))
+
+
+def _gradients(call: Callable[..., Tensor], inputs: tuple[Tensor, ...], wide: bool) -> list[Tensor]:
+    """The result and the gradients to every input, of the function itself or of its arithmetic in fp32."""
+    leaves = [(x.float() if wide else x).detach().clone().requires_grad_() for x in inputs]
+    out = call(*leaves)
+    out.backward(_random(*out.shape, seed=99).to(out.dtype))
+    return [out.detach(), *(x.grad for x in leaves if x.grad is not None)]
+
+
+def _agree(ours: Callable[..., Tensor], oracle: Callable[..., Tensor], *inputs: Tensor) -> list[Tensor]:
+    results = _gradients(ours, inputs, wide=False)
+    expected = _gradients(oracle, inputs, wide=True)
+    assert len(results) == len(inputs) + 1 == len(expected)
+    for result, wanted in zip(results, expected, strict=True):
+        assert _error(result, wanted) < TOLERANCE
+    return results
+
+
+def test_swiglu() -> None:
+    both = _random(2, 5, 72, seed=1)
+    _agree(basic_backward.SwiGLU.apply, basic.swiglu, both[..., :36], both[..., 36:])
+
+
+# --------------------------------------------------------------------------- experts
+def _experts(tokens: int, experts: int, choices: int, width: int, inner: int) -> tuple[Tensor, ...]:
+    x = _random(tokens, width, seed=tokens)
+    gate_up = _random(experts, 2 * inner, width, seed=2, scale=width**-0.5)
+    down = _random(experts, width, inner, seed=3, scale=inner**-0.5)
+    pick = torch.rand(tokens, experts - 1, generator=torch.Generator().manual_seed(4))  # the last expert: nobody's
+    weight = torch.rand(tokens, choices, generator=torch.Generator().manual_seed(5)).to(DEVICE)
+    return x, gate_up, down, pick.argsort(-1)[:, :choices].to(DEVICE), weight
+
+
+@pytest.mark.parametrize(("tokens", "experts", "choices"), [(1, 8, 2), (37, 5, 3), (90, 4, 2)])
+def test_experts(tokens: int, experts: int, choices: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    if not CUDA:
+        monkeypatch.setattr(moe_backward, "ROWS", (16, 32, 32, 4, 2))
+        monkeypatch.setattr(moe_backward, "WEIGHTS", (16, 32, 16, 4, 2))
+    x, gate_up, down, expert, weight = _experts(tokens, experts, choices, 48, 40)  # neither a multiple of the tiles
+    results = _agree(
+        lambda x, g, d, w: moe_backward.GroupedSwiGLU.apply(x, g, d, expert, w),
+        lambda x, g, d, w: moe.grouped_swiglu(x, g, d, expert, w),
+        *(x, gate_up, down, weight),
+    )
+    assert not results[2][-1].any(), "an expert without tokens has no gradient"
+    assert not results[3][-1].any()
+
+
+# --------------------------------------------------------------------------- linear cross-entropy
+@pytest.mark.parametrize("blocks", [1, 2, 3])
+def test_linear_cross_entropy(blocks: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fast_cross_entropy, "PIECE", 64)
+    monkeypatch.setattr(fast_cross_entropy, "STRIPE", 128)
+    tokens, width, vocab = 11, 24, 300  # neither pieces nor stripes divide the vocabulary
+    hidden, head = _random(tokens, width, seed=1), _random(vocab, width, seed=2)
+    targets = torch.randint(0, vocab, (tokens,), generator=torch.Generator().manual_seed(3)).to(DEVICE)
+    weights = _random(tokens, seed=4, dtype=torch.float32)
+    weights[5] = 0.0
+    wide = [t.clone().float().requires_grad_() for t in (hidden, head)]
+    oracle = cross_entropy(*wide, targets, weights, with_entropy=True)
+    oracle.loss_sum.backward()
+    each = vocab * hidden.element_size() + 128 * 4
+    logprobs, entropy, dhidden, dhead = fast_cross_entropy.linear_cross_entropy(
+        hidden, head, targets, weights, with_entropy=True, grad_hidden=True, grad_weight=True,
+        budget=tokens * each // blocks + each,
+    )  # fmt: skip
+    assert dhidden is not None
+    assert dhead is not None
+    assert oracle.entropy_N is not None
+    torch.testing.assert_close(logprobs, oracle.logprobs_N, atol=1e-4, rtol=1e-4)
+    torch.testing.assert_close(entropy, oracle.entropy_N, atol=1e-4, rtol=1e-4)
+    assert wide[0].grad is not None
+    assert wide[1].grad is not None
+    assert _error(dhidden, wide[0].grad) < TOLERANCE
+    assert _error(dhead, wide[1].grad) < TOLERANCE
+
+
+def test_linear_cross_entropy_without_gradients_takes_no_weights() -> None:
+    hidden, head = _random(5, 16, seed=1), _random(70, 16, seed=2)
+    head[7] = 40.0 * hidden[0]  # one logit far above the rest
+    targets = torch.tensor([7, 0, 69, 3, 3], device=DEVICE)
+    logprobs, entropy, *grads = fast_cross_entropy.linear_cross_entropy(hidden, head, targets, None)
+    expected = (hidden.float() @ head.float().T).log_softmax(-1).gather(1, targets[:, None])[:, 0]
+    torch.testing.assert_close(logprobs, expected, atol=1e-3, rtol=1e-4)
+    assert entropy is None
+    assert grads == [None, None]
+
+
+# --------------------------------------------------------------------------- the indexer's loss
+@pytest.mark.parametrize("deterministic", [False, True])
+@pytest.mark.parametrize("heads", [5, 16])
+def test_indexer_loss_on_the_selection(heads: int, deterministic: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fast_loss, "DISTRIBUTION", (16, 4, 2))
+    monkeypatch.setattr(fast_loss, "LEARN", (16, 4, 2))
+    batch, queries, slots, keys, index_heads, width, latent, rotary = 2, 3, 40, 24, 16, 16, 32, 16
+    index_q, index_k = _random(batch, queries, index_heads, width, seed=1), _random(batch, slots, width, seed=2)
+    index_w = _random(batch, queries, index_heads, seed=3, scale=0.2, dtype=torch.float32)
+    q, rows = _random(batch, queries, heads, latent + rotary, seed=4), _random(batch, slots, latent + rotary, seed=5)
+    generator = torch.Generator().manual_seed(6)
+    order = torch.rand(batch, queries, slots, generator=generator).argsort(-1)[..., :keys].sort(-1).values
+    count = torch.randint(1, keys + 1, (batch, queries), generator=generator)
+    count[0, 0], count[-1, -1] = keys, 0
+    selected = torch.where(torch.arange(keys) < count[..., None], order, -1).to(DEVICE, torch.int32)
+    last = torch.full((batch, queries), slots - 1, device=DEVICE)
+    last[-1, -1] = -1
+    visible = Visibility(torch.zeros_like(last), last, slots)
+
+    wide = [t.clone().float().requires_grad_() for t in (index_q, index_w, index_k)]
+    oracle = indexer_loss(*wide, q.float(), rows.float()[:, :, None], visible, selected, 0.2, keys)
+    oracle.kl.backward()
+    chosen = rows.float()[torch.arange(batch, device=DEVICE)[:, None, None], selected.clamp(min=0).long()]
+    logits = torch.einsum("bthx,btkx->bthk", q.float(), chosen) * 0.2
+    logits = logits.masked_fill((selected < 0)[:, :, None], -torch.inf)
+    target, top = fast_loss.selected_distribution(q, rows, selected, logits.logsumexp(-1), value_dim=latent, scale=0.2)
+    assert _error(target, logits.softmax(-1).nan_to_num(0.0).mean(2)) < TOLERANCE
+    torch.testing.assert_close(top.amax((0, 1)), oracle.logit_max_H, atol=1e-3, rtol=1e-3)
+    kl, mass, *grads = fast_loss.selected_loss(index_q, index_w, index_k, selected, target, deterministic=deterministic)
+    torch.testing.assert_close(kl, oracle.kl.detach(), atol=1e-4, rtol=1e-3)
+    torch.testing.assert_close(mass, oracle.recall_sum, atol=1e-4, rtol=1e-4)
+    for ours, leaf in zip(grads, wide, strict=True):
+        assert ours is not None
+        assert leaf.grad is not None
+        assert _error(ours, leaf.grad) < TOLERANCE
+
+
+def test_inverse_index_lists_who_selected_a_row() -> None:
+    selected = torch.tensor([[0, 3, -1], [3, 4, -1], [0, 1, 2]], dtype=torch.int32)  # queries 1, 2, 3 of 2 x 2
+    order, starts = inverse_index(selected, queries=2, batch=2, slots=5, start=1)
+    lists = [order[a:b].tolist() for a, b in zip(starts[:-1].tolist(), starts[1:].tolist(), strict=True)]
+    assert lists == [[0], [], [], [1], [], [6], [7], [8], [3], [4]]
