@@ -29,7 +29,7 @@ from glm5.serve.remote import Hello, Remote, serve_backend
 from glm5.serve.request import Request, SamplingParams
 from glm5.serve.runner import Runner
 from glm5.serve.transfer import Fetcher, PageBytes, keep
-from glm5.serve.wire import Wire, WireClosed, as_type, connect, is_path, listen
+from glm5.serve.wire import Wire, WireClosed, as_type, connect, listen
 from glm5.utils.errors import UserError
 from support.drafting import agreeable
 from support.scripted import chat_tokenizer
@@ -67,9 +67,11 @@ class Worker:
     async def start(self) -> None:
         at = "127.0.0.1:0" if self._tcp else str(self._home / self.name)
 
+        directory = "" if self._tcp else str(self._home)
+
         async def reader(wire: Wire) -> None:
             self.readers.append(wire)
-            await keep(wire, self.engine, self.runner.call, PageBytes(self.engine.cache), same_host=is_path(at))
+            await keep(wire, self.engine, self.runner.call, PageBytes(self.engine.cache), directory)
 
         self.server = await listen(at, KEY, reader)
         address = f"127.0.0.1:{self.server.sockets[0].getsockname()[1]}" if self._tcp else at
@@ -170,6 +172,7 @@ async def cluster(
             if not worker.stopped:
                 await worker.stop()
         server.close()
+        assert not list(home.glob("pages-*"))
 
 
 def play(test: Callable[[], Coroutine[Any, Any, None]]) -> None:
@@ -466,7 +469,7 @@ def test_pages_stay_until_the_reader_is_done(model: GLM5, tmp_path: Path, monkey
             wire = await connect(c.fleet.prefill[0].hello.address, KEY)
             layout, path = (await wire.receive())[1:]
             assert layout == form.layout
-            slots = transfer.Slots(form.size, path)
+            slots = transfer.Slots.map(path)
             wire.post("mapped")
             wire.post("want", 5, "mine", 0)
             have = await wire.receive()
@@ -533,7 +536,7 @@ def test_weights_change_on_all_workers(model: GLM5, prompts: list[list[int]], tm
                 await c.fleet.checksum()
             answers = await c.all([Request(ids, GREEDY) for ids in prompts])
             assert [a.ids for a in answers] == expected(model, prompts)
-            with pytest.raises(UserError, match="no-such|broken"):
+            with pytest.raises(UserError, match=r"no-such|broken"):
                 await c.fleet.update_weights(WeightUpdate("disk", path="no-such"))
             assert c.fleet.weight_version == "3"
 

@@ -30,7 +30,7 @@ from hypothesis.stateful import (
 
 from glm5.serve.pages import PagePool
 from glm5.serve.prefix import PrefixTree
-from glm5.serve.request import Finish, Request, SamplingParams
+from glm5.serve.request import Finish, PageSource, Request, SamplingParams
 from glm5.serve.scheduler import Scheduler
 from glm5.serve.sequence import Item, Outcome, Plan, Sequence
 from glm5.utils.errors import UserError
@@ -129,6 +129,8 @@ class Operations(RuleBasedStateMachine):
         self.answers: list[Sequence] = []
         self.ends: Counter[Sequence] = Counter()
         self.pins: list[int] = []
+        self.loads: list[Item] = []
+        self.leased: dict[str, list[list[Entry | None]]] = {}  # what the pages of each lease hold
         self.names = itertools.count()
 
     # ------------------------------------------------------------------ requests
@@ -145,7 +147,21 @@ class Operations(RuleBasedStateMachine):
             params = SamplingParams(
                 max_new_tokens=new, n=rng.choice([1, 1, 1, 2, 3]), prompt_logprobs=rng.choice([None, None, None, 0])
             )
-            request = Request(ids, params, str(name), priority=rng.choice([0, 0, 0, 1, 2]), arrival=name // 2)
+            source, lease = None, rng.random() < 0.15
+            if lease:
+                params = SamplingParams(max_new_tokens=1)
+            elif len(ids) > 1 and rng.random() < 0.3:
+                source = PageSource("somewhere", "a lease", len(ids) - 1)
+            request = Request(
+                ids,
+                params,
+                str(name),
+                priority=rng.choice([0, 0, 0, 1, 2]),
+                arrival=name // 2,
+                lease=lease,
+                source=source,
+            )
+            new = params.max_new_tokens
             try:
                 self.answers += self.scheduler.add(request)
             except UserError:
@@ -191,6 +207,7 @@ class Operations(RuleBasedStateMachine):
         self.nobody_was_overtaken(running)
         assert plan.tokens <= self.scheduler.max_batched_tokens
         SEEN["preempted"] += self.scheduler.preemptions - before
+        self.loads += [item for item, _ in plan.loads]
         SEEN["overlapping plans"] += bool(self.flying and plan.items)
         drafts = {item: rng.choices(range(VOCABULARY), k=item.drafts) for item in plan.items}
         self.model.run(plan, self.tree.version, drafts)
@@ -198,6 +215,36 @@ class Operations(RuleBasedStateMachine):
             self.flying.append((plan, drafts))
         else:
             assert self.scheduler.commit(plan, {}) == []
+
+    def end_load(self, rng: random.Random) -> None:
+        """A peer has sent all, or some, of what a load waits for."""
+        item = self.loads.pop(rng.randrange(len(self.loads)))
+        filled = item.sequence.state != "finished" and rng.random() < 0.6
+        text, size = self.model.read(item, self.tree.version), self.pool.page_size
+        for slot in range(item.start, item.start + item.count):
+            text = hash((text, item.sequence.ids[slot]))
+            page = item.pages[slot // size]
+            assert self.pool.device.refs[page] == 1, "a shared page is loaded into"
+            right = filled or rng.random() < 0.5
+            self.model.device[page][slot % size] = (text, self.tree.version) if right else (0, "half of a load")
+        self.scheduler.end_load(item, filled=filled)
+        SEEN["filled" if filled else "not filled"] += 1
+
+    def quiet(self, rng: random.Random) -> None:
+        """Nothing is in flight."""
+        while self.flying:
+            self.commit(rng)
+        for item, _ in self.scheduler.take_loads():
+            self.scheduler.end_load(item, filled=False)
+        while self.loads:
+            self.end_load(rng)
+
+    def return_lease(self, name: str) -> None:
+        """Its pages have stayed as they were."""
+        lease, before = self.scheduler.leases[name], self.leased.pop(name)
+        assert [self.model.device[page] for page in lease.pages] == before
+        self.scheduler.return_lease(name)
+        SEEN["leases"] += 1
 
     def land(self, rng: random.Random, ends: float) -> None:
         """Commit the oldest plan in flight; an answer ends by itself with probability `ends`."""
@@ -216,6 +263,9 @@ class Operations(RuleBasedStateMachine):
         before, running = {answer: list(answer.ids) for answer in alive}, set(self.scheduler.running)
         assert self.scheduler.commit(plan, outcomes) == alive
         self.nobody_was_overtaken(running)
+        for name in self.scheduler.leases.keys() - self.leased.keys():
+            lease = self.scheduler.leases[name]
+            self.leased[name] = [list(self.model.device[page]) for page in lease.pages]
         for answer in alive:
             assert answer.ids == before[answer] + list(outcomes[answer].ids)
             self.ends[answer] += answer.state == "finished"
@@ -227,12 +277,17 @@ class Operations(RuleBasedStateMachine):
         assert max(entered, default=()) < min((s.order for s in self.scheduler.waiting), default=(10,))
 
     # ------------------------------------------------------------------ everything else
-    @rule(rng=RANDOMS, what=st.sampled_from(["abort", "abort", "weights", "pin", "pin", "unpin", "retract", "flush"]))
+    @rule(
+        rng=RANDOMS,
+        what=st.sampled_from(
+            ["abort", "abort", "weights", "pin", "pin", "unpin", "retract", "flush", "load", "load", "load", "lease"]
+        ),
+    )
     def disturb(self, rng: random.Random, what: str) -> None:
         if rng.random() < 0.7:  # in the middle of things
             self.run(rng, rng.randrange(1, 10))
-        while what in ("weights", "retract") and self.flying:
-            self.commit(rng)
+        if what in ("weights", "retract"):
+            self.quiet(rng)
         OPERATIONS[what] += 1
         held = [page for page in range(self.pool.device.count) if self.pool.device.refs[page]]
         if what == "flush":
@@ -252,11 +307,17 @@ class Operations(RuleBasedStateMachine):
             self.pool.device.pin(self.pins[-1])
         elif what == "unpin" and self.pins:
             self.pool.device.unpin(self.pins.pop())
+        elif what == "load" and self.loads:
+            self.end_load(rng)
+        elif what == "lease" and self.leased:
+            self.return_lease(rng.choice(list(self.leased)))
 
     @invariant()
     def all_is_accounted_for(self) -> None:
         self.scheduler.check()
         pins = Counter(self.pins)
+        pins.update(page for lease in self.scheduler.leases.values() for page in lease.pages)
+        assert self.leased.keys() == self.scheduler.leases.keys()
         assert self.pool.device.pins == [pins[page] for page in range(self.pool.device.count)]
         for answer in self.answers:
             assert (answer.state == "finished") == (answer.finish is not None) == (self.ends[answer] == 1)
@@ -272,11 +333,18 @@ class Operations(RuleBasedStateMachine):
         while self.flying:
             self.land(rng, ends=0.03)
         for _ in range(10 * sum(answer.limit for answer in self.answers)):
+            for name in list(self.leased):
+                self.return_lease(name)
+            self.quiet(rng)
             if not self.scheduler.has_work:
                 break
             self.launch(rng)
+            if not self.flying and self.loads:
+                continue
             assert self.flying, "there is work, and nothing runs"
             self.land(rng, ends=0.03)
+        for name in list(self.leased):
+            self.return_lease(name)
         self.all_is_accounted_for()
         assert all(answer.state == "finished" for answer in self.answers)
         assert self.pool.device.free + self.pool.device.idle == self.pool.device.count
@@ -295,7 +363,8 @@ def test_random_operations() -> None:
     SEEN.clear()
     run_operations(120, seeded=True)
     met = ("to_host", "to_device", "within", "preempted", "refused", "aborted in flight", "overlapping plans")
-    assert all(SEEN[name] for name in (*met, "other weights in the middle", "prefix hits")), SEEN
+    met += ("other weights in the middle", "prefix hits", "filled", "not filled", "leases")
+    assert all(SEEN[name] for name in met), SEEN
 
 
 if __name__ == "__main__":

@@ -6,17 +6,22 @@ Needs the extra `serve`. Read next: `glm5.serve.http.app`, `glm5.serve.runner`, 
 from __future__ import annotations
 
 import os
+import secrets
+import socket
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
-from typing import Annotated, Any, Literal, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar
 
 import tyro
 
 from glm5.utils.config_io import parse
 from glm5.utils.devices import resolve_device
 from glm5.utils.errors import UserError
+
+if TYPE_CHECKING:
+    from glm5.serve.http.server import HttpOptions
 
 T = TypeVar("T")
 
@@ -46,12 +51,28 @@ def main(argv: Sequence[str]) -> int:
         """Of the weights in memory; by default the checkpoint's."""
         log_level: Literal["critical", "error", "warning", "info", "debug"] = "info"
         """How much the server says on standard error."""
+        prefill_workers: int = 0
+        """Processes that read prompts, apart from those that answer; each is an engine with these settings."""
+        decode_workers: int = 0
+        """Processes that answer. With 0 of both, one engine does all in this process."""
+        workers_at: str = ""
+        """HOST:PORT at which workers of other hosts may join; they must have the same GLM5_WORKER_KEY."""
+        join: str = ""
+        """HOST:PORT of a server's `workers_at`: be one of its workers instead of a server."""
+        role: Literal["prefill", "decode"] = "decode"
+        """With `join`: what to do there."""
 
     options = parse(ServeOptions, argv, prog="glm5 serve", config_option=False)
     if not options.checkpoint:
         raise UserError("no checkpoint is named", "Give a model's directory: glm5 serve runs/demo/model")
     if not Path(options.checkpoint).is_dir():
         raise UserError(f"{options.checkpoint}: no such directory", "Give a model's directory")
+    name = options.name or Path(options.checkpoint).resolve().name
+    http = _part(HttpOptions, options)
+    if http.api_key is None and os.environ.get("GLM5_API_KEY"):  # which, unlike an option, no list of processes shows
+        http = replace(http, api_key=os.environ["GLM5_API_KEY"])
+    if options.join or options.workers_at or options.prefill_workers or options.decode_workers:
+        return _apart(options, http, name)
     from glm5.model.weights import load_model
     from glm5.serve.engine import Engine
     from glm5.serve.runner import Runner
@@ -60,10 +81,7 @@ def main(argv: Sequence[str]) -> int:
     tokenizer = load_tokenizer(options.checkpoint)
     model = load_model(options.checkpoint, device=resolve_device(options.device), dtype=options.dtype)
     engine = Engine(model, _part(EngineConfig, options), tokenizer)
-    runner = Runner(engine, tokenizer, options.name or Path(options.checkpoint).resolve().name)
-    http = _part(HttpOptions, options)
-    if http.api_key is None and os.environ.get("GLM5_API_KEY"):  # which, unlike an option, no list of processes shows
-        http = replace(http, api_key=os.environ["GLM5_API_KEY"])
+    runner = Runner(engine, tokenizer, name)
     app = create_app(runner, http, start=runner.start, stop=runner.stop)
 
     def ready(host: str, port: int) -> None:
@@ -72,6 +90,53 @@ def main(argv: Sequence[str]) -> int:
         print(f"listening on http://{host}:{port}", file=sys.stderr, flush=True)
 
     serve(app, ready, options.log_level)
+    return 0
+
+
+def _apart(options: Any, http: HttpOptions, name: str) -> int:
+    """Be the front of several workers, or one of them."""
+    from glm5.serve.config import EngineConfig
+    from glm5.serve.fleet import Fleet
+    from glm5.serve.http.app import create_app, serve
+    from glm5.serve.worker import Crew, WorkerOptions, run
+    from glm5.text.tokenizer import load_tokenizer
+
+    key = os.environ.get("GLM5_WORKER_KEY", "")
+    if (options.join or options.workers_at) and not key:
+        raise UserError("GLM5_WORKER_KEY is not set", "Give all hosts the same secret in the environment")
+    made = WorkerOptions(
+        checkpoint=options.checkpoint,
+        role=options.role,
+        name=f"{options.role}-{socket.gethostname()}-{os.getpid()}",
+        front=options.join,
+        key=key or secrets.token_hex(32),
+        device=options.device,
+        dtype=options.dtype,
+        log_level=options.log_level,
+        engine=_part(EngineConfig, options),
+    )
+    if options.join:
+        return run(made)
+    if options.prefill_workers < 0 or options.decode_workers < 0:
+        raise UserError("prefill_workers and decode_workers count processes", "Give 0 or more")
+    if not (options.decode_workers or options.workers_at):
+        raise UserError("prefill_workers without decode_workers answer nothing", "Set decode_workers to at least 1")
+    fleet = Fleet(load_tokenizer(options.checkpoint), name)
+    crew = Crew(fleet, made, options.prefill_workers, options.decode_workers, options.workers_at)
+
+    def ready(host: str, port: int) -> None:
+        if crew.joined_at:
+            print(f"workers of other hosts join at {crew.joined_at}", file=sys.stderr)
+        for worker in (*fleet.prefill, *fleet.decode):
+            print(f"{worker.hello.name}: {worker.hello.pages} pages of 64 tokens", file=sys.stderr)
+        print(f"listening on http://{host}:{port}", file=sys.stderr, flush=True)
+
+    try:
+        serve(create_app(fleet, http, start=crew.start, stop=crew.stop), ready, options.log_level)
+    except SystemExit:  # the web server's way to say that it could not start
+        if crew.failure is None:
+            raise
+        raise crew.failure from None
     return 0
 
 

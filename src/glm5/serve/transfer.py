@@ -134,16 +134,23 @@ Between = Callable[[Callable[[], Any]], Any]  # carries out a function in the en
 class Slots:
     """Memory that two processes of one host map: `WINDOW` pages, in a file that loses its name once both have it."""
 
-    def __init__(self, page: int, path: str | None = None) -> None:
-        self.page = max(page, 1)
-        if path is None:
-            handle, self.path = tempfile.mkstemp(prefix="glm5-pages-", dir=_shared_directory())
-            os.ftruncate(handle, WINDOW * self.page)
-        else:
-            handle, self.path = os.open(path, os.O_RDWR), path
-        self._memory = mmap.mmap(handle, WINDOW * self.page)
+    def __init__(self, handle: int, path: str) -> None:
+        size = os.fstat(handle).st_size
+        self.page, self.path = size // WINDOW, path
+        self._bytes = torch.frombuffer(mmap.mmap(handle, size), dtype=torch.uint8)
         os.close(handle)
-        self._bytes = torch.frombuffer(self._memory, dtype=torch.uint8)
+
+    @classmethod
+    def make(cls, page: int, directory: str) -> Slots:
+        """New ones, in a file in `directory`."""
+        handle, path = tempfile.mkstemp(prefix="pages-", dir=directory)
+        os.ftruncate(handle, WINDOW * page)
+        return cls(handle, path)
+
+    @classmethod
+    def map(cls, path: str) -> Slots:
+        """Those that another process has made."""
+        return cls(os.open(path, os.O_RDWR), path)
 
     def __getitem__(self, slot: int) -> Tensor:
         return self._bytes[slot * self.page : (slot + 1) * self.page]
@@ -152,13 +159,13 @@ class Slots:
         Path(self.path).unlink(missing_ok=True)
 
 
-def _shared_directory() -> str | None:
-    return "/dev/shm" if os.path.isdir("/dev/shm") else None  # noqa: S108
+async def keep(wire: Wire, keeper: Keeper, between: Between, pages: PageBytes, directory: str = "") -> None:
+    """Serve one reader until it goes: the left column's requests, the right column's answers.
 
-
-async def keep(wire: Wire, keeper: Keeper, between: Between, pages: PageBytes, *, same_host: bool) -> None:
-    """Serve one reader until it goes: the left column's requests, the right column's answers."""
-    slots = Slots(pages.size) if same_host else None
+    Args:
+        directory: for the file that both map, where the reader is on the same host; empty sends pages as messages.
+    """
+    slots = Slots.make(pages.size, directory) if directory else None
     free: asyncio.Queue[int] = asyncio.Queue()
     for slot in range(WINDOW):
         free.put_nowait(slot)
@@ -348,7 +355,7 @@ class _Peer:
             message = await wire.receive()
             self._layout, path = as_type(message[1:], tuple[str, str])
             if path and is_path(self._address):
-                self._slots = Slots(_page_size(path), path)
+                self._slots = Slots.map(path)
                 wire.post("mapped")
         except (WireClosed, OSError):
             self.closed = True
@@ -384,10 +391,6 @@ def _drop(message: list[Any], wire: Wire) -> None:
     """A message to a load that was given up."""
     if message[0] == "page":
         wire.post("ack", message[3])
-
-
-def _page_size(path: str) -> int:
-    return os.stat(path).st_size // WINDOW
 
 
 def _tensor(data: bytes) -> Tensor:

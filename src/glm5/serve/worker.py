@@ -15,11 +15,12 @@ import sys
 import tempfile
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
 
 from glm5.serve.config import EngineConfig
 from glm5.serve.fleet import Fleet
 from glm5.serve.remote import Hello, Remote, serve_backend
-from glm5.serve.wire import Wire, WireClosed, as_type, connect, is_path, listen
+from glm5.serve.wire import Wire, WireClosed, as_type, connect, listen
 from glm5.utils.errors import UserError
 
 log = logging.getLogger(__name__)
@@ -74,7 +75,8 @@ async def work(options: WorkerOptions) -> None:
     wire = await connect(options.front, key)
 
     async def reader(other: Wire) -> None:
-        await keep(other, engine, runner.call, PageBytes(engine.cache), same_host=is_path(options.pages_at))
+        directory = str(Path(options.pages_at).parent) if options.pages_at else ""
+        await keep(other, engine, runner.call, PageBytes(engine.cache), directory)
 
     server = await listen(options.pages_at or f"{wire.local_host}:0", key, reader)
     address = options.pages_at or "{}:{}".format(*server.sockets[0].getsockname()[:2])
@@ -119,9 +121,12 @@ class Crew:
     def __init__(self, fleet: Fleet, options: WorkerOptions, prefill: int, decode: int, listen_at: str = "") -> None:
         self._fleet, self._options, self._listen_at = fleet, options, listen_at
         self._roles = ["prefill"] * prefill + ["decode"] * decode
-        self._directory = tempfile.TemporaryDirectory(prefix="glm5-")  # of mode 700
+        memory = "/dev/shm" if Path("/dev/shm").is_dir() else None  # noqa: S108  pages pass through files there
+        self._directory = tempfile.TemporaryDirectory(prefix="glm5-", dir=memory)  # of mode 700
         self._servers: list[asyncio.Server] = []
         self.processes: list[subprocess.Popen[bytes]] = []
+        self.failure: UserError | None = None
+        self.joined_at = ""
 
     async def start(self) -> None:
         """Start the workers; returns when they are ready.
@@ -133,7 +138,9 @@ class Crew:
         front = f"{home}/front"
         self._servers.append(await accept(front, key, self._fleet.join))
         if self._listen_at:
-            self._servers.append(await accept(self._listen_at, key, self._fleet.join))
+            outside = await accept(self._listen_at, key, self._fleet.join)
+            self._servers.append(outside)
+            self.joined_at = "{}:{}".format(*outside.sockets[0].getsockname()[:2])
         for i, role in enumerate(self._roles):
             name = f"{role}-{i}"
             one = replace(self._options, role=role, name=name, front=front, pages_at=f"{home}/{name}", number=i)
@@ -141,7 +148,8 @@ class Crew:
         while len(self._fleet.prefill) + len(self._fleet.decode) < len(self._roles):
             if any(process.poll() is not None for process in self.processes):
                 await self.stop()
-                raise UserError("a worker did not start", "See what it said above")
+                self.failure = UserError("a worker did not start", "See above what it said")
+                raise self.failure
             await asyncio.sleep(0.05)
 
     async def stop(self) -> None:

@@ -1,0 +1,131 @@
+"""`glm5 serve` with processes for prefill and decode: real ones, one of which is killed, and one on "another host"."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+import urllib.request
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from glm5.cli.main import main
+from glm5.model.generate import generate
+from glm5.model.glm5 import GLM5
+from glm5.model.presets import nano
+from glm5.model.weights import load_model, save_model
+from glm5.text.tokenizer import Tokenizer
+
+COMMAND = [sys.executable, "-c", "import sys; from glm5.cli.main import main; sys.exit(main())", "serve"]
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("served") / "small"
+    tokenizer = Tokenizer.train([f"def hello(name):\n    print(name, {n})\n" for n in range(400)], 320)
+    save_model(
+        GLM5(nano(vocab_size=320, num_hidden_layers=2, hidden_size=32, max_position_embeddings=512), seed=0), path
+    )
+    tokenizer.save(path)
+    return path
+
+
+def ask(address: str, path: str, body: dict[str, Any] | None = None) -> Any:
+    data = None if body is None else json.dumps(body).encode()
+    asked = urllib.request.Request(address + path, data, {"Content-Type": "application/json"})  # noqa: S310
+    with urllib.request.urlopen(asked, timeout=60) as answer:  # noqa: S310
+        return json.loads(answer.read())
+
+
+def children(pid: int) -> list[int]:
+    """Processes that a process has started, in order."""
+    return [int(one) for one in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+
+
+def gone(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return True
+    return Path(f"/proc/{pid}/stat").read_text().split()[2] == "Z"
+
+
+@pytest.mark.skipif(not Path("/proc").is_dir(), reason="looks at processes as Linux does")
+def test_processes_answer_and_survive_a_killed_one(checkpoint: Path) -> None:
+    options = ["--port", "0", "--pages", "16", "--drafts", "1", "--log-level", "warning"]
+    options += ["--prefill-workers", "1", "--decode-workers", "1", "--workers-at", "127.0.0.1:0"]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "GLM5_WORKER_KEY": "between us"}
+    with subprocess.Popen(
+        [*COMMAND, str(checkpoint), *options], stderr=subprocess.PIPE, text=True, env=environment
+    ) as p:
+        assert p.stderr is not None
+        said = []
+        for line in p.stderr:
+            said.append(line)
+            if line.startswith("listening"):
+                break
+        address = said[-1].split()[-1]
+        workers_at = next(m[1] for line in said if (m := re.match(r"workers of other hosts join at (\S+)", line)))
+        processes = children(p.pid)
+        assert len(processes) == 2
+        other = subprocess.Popen(  # a decode worker that reads pages over TCP
+            [*COMMAND, str(checkpoint), "--join", workers_at, "--pages", "16", "--drafts", "1"], env=environment
+        )
+        try:
+            deadline = time.monotonic() + 60
+            while len(ask(address, "/server_info")["decode"]) < 2:
+                assert time.monotonic() < deadline
+                time.sleep(0.1)
+            model = load_model(checkpoint)
+            prompts = [[40 + (7 * i + j) % 200 for j in range(150 + i)] for i in range(6)]
+            sampling = {"temperature": 0, "max_new_tokens": 5, "ignore_eos": True}
+            want = [list(generate(model, ids, max_new_tokens=5, stop_ids=())) for ids in prompts]
+
+            def answers() -> list[list[int]]:
+                told = ask(address, "/generate", {"input_ids": prompts, "sampling_params": sampling})
+                return [one["output_ids"] for one in told]
+
+            assert answers() == want
+            info = ask(address, "/server_info")
+            assert [w["name"] for w in info["prefill"]] == ["prefill-0"]
+            os.kill(processes[1], signal.SIGKILL)
+            assert answers() == want
+            os.kill(processes[0], signal.SIGKILL)
+            assert answers() == want
+            p.send_signal(signal.SIGTERM)
+            assert p.wait(timeout=60) == -signal.SIGTERM
+            assert other.wait(timeout=30) == 0
+        finally:
+            other.kill()
+            p.kill()
+    assert all(gone(pid) for pid in processes)
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (["--prefill-workers", "1"], "decode_workers"),
+        (["--decode-workers", "-1"], "count processes"),
+        (["--join", "127.0.0.1:1"], "GLM5_WORKER_KEY"),
+    ],
+)
+def test_settings_that_cannot_work(
+    options: list[str], said: str, checkpoint: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("GLM5_WORKER_KEY", raising=False)
+    assert main(["serve", str(checkpoint), "--port", "0", *options]) == 2
+    assert said in capsys.readouterr().err
+
+
+def test_a_worker_that_cannot_start_ends_the_server(checkpoint: Path) -> None:
+    options = ["--port", "0", "--context", "100000", "--decode-workers", "1", "--log-level", "critical"]
+    done = subprocess.run([*COMMAND, str(checkpoint), *options], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 2
+    assert "decode-0: context=100000" in done.stderr
+    assert "a worker did not start" in done.stderr
