@@ -11,8 +11,10 @@ once in the norm, and the two can't drift. Source: report section 2.4. Read next
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from typing import Any
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass
+from typing import Any, get_args
 
 import torch
 import torch.distributed as dist
@@ -25,6 +27,8 @@ from glm5.parallel.compat import LeanStage, Runtime, hold_gradients, lower, redu
 from glm5.parallel.mesh import ParallelError, World
 from glm5.parallel.pipeline.deferred import WeightGradients
 from glm5.parallel.pipeline.layout import PipelineLayout
+from glm5.parallel.pipeline.offload import Activations, When
+from glm5.parallel.pipeline.recompute import recompute
 from glm5.parallel.pipeline.schedule import orders, rank_of_stage, schedule, with_reductions
 from glm5.parallel.pipeline.stage import StageModel, Work
 from glm5.utils.errors import ConfigError
@@ -38,6 +42,9 @@ def build(
     schedule: str = "1f1b",
     stages_per_rank: int = 1,
     reduce_every: int = 0,
+    offload: When = "never",
+    recompute: Sequence[str] = (),
+    count_activations: bool = False,
     wrap: Callable[[StageModel], object] | None = None,
 ) -> Pipeline:
     """Cut a model into stages and keep this rank's.
@@ -48,6 +55,9 @@ def build(
         schedule: a key of `schedule.SCHEDULES`.
         reduce_every: pipeline ZeRO-2: with FSDP, reduce a stage's gradients into shards after so many micro-batches; 0
             is after the last. Two stages of a rank at most hold full gradients, whatever it is.
+        offload: which micro-batches' activations wait in host memory; see `offload.chosen`.
+        recompute: parts of layers that run again in the backward pass; see `recompute.PARTS`.
+        count_activations: keep count of their bytes (`Pipeline.activations`) also without offloading.
         wrap: decorates each stage in place, with FSDP for instance. Gathered parameters stay until the step ends,
             whatever it asks for: freed between a forward and a split backward pass they would give wrong gradients.
 
@@ -55,7 +65,24 @@ def build(
         ConfigError: layout, schedule, model and ranks do not fit together.
         ParallelError: ranks were told different things.
     """
-    return Pipeline(model, world, layout, schedule, stages_per_rank, reduce_every, wrap)
+    memory = Memory(reduce_every, offload, tuple(recompute), count_activations)
+    return Pipeline(model, world, layout, schedule, stages_per_rank, memory, wrap)
+
+
+@dataclass(frozen=True)
+class Memory:
+    """The savings of memory that a pipeline was asked for; see `build`."""
+
+    reduce_every: int
+    offload: When
+    recompute: tuple[str, ...]
+    count: bool
+
+    def __post_init__(self) -> None:
+        if self.reduce_every < 0:
+            raise ConfigError("reduce_every", self.reduce_every, "must be at least 0")
+        if self.offload not in get_args(When):
+            raise ConfigError("offload", self.offload, f"must be one of {', '.join(get_args(When))}")
 
 
 class Pipeline:
@@ -63,6 +90,7 @@ class Pipeline:
 
     Attributes:
         layout, schedule: as resolved. stages: this rank's, by index.
+        activations: what is counted and moved, once a step ran; None if nothing is.
     """
 
     def __init__(
@@ -72,7 +100,7 @@ class Pipeline:
         layout: str | PipelineLayout,
         name: str,
         stages_per_rank: int,
-        reduce_every: int,
+        memory: Memory,
         wrap: Callable[[StageModel], object] | None,
     ) -> None:
         ranks = world.count("pp")
@@ -83,14 +111,12 @@ class Pipeline:
                 if text
                 else PipelineLayout.balanced(model.config, ranks * (schedule(name).stages or stages_per_rank))
             )
-        self.layout, self.schedule, self.world, self.reduce_every = layout, name, world, reduce_every
+        self.layout, self.schedule, self.world, self.memory = layout, name, world, memory
         self.rank_of_stage = rank_of_stage(name, ranks, len(layout))
         self._agree()
         first, last = layout.stages[0], layout.stages[-1]
         if model.config.tie_word_embeddings and first is not last:
             raise ConfigError("tie_word_embeddings", True, "a head that is the embedding cannot stand on another stage")
-        if reduce_every < 0:
-            raise ConfigError("reduce_every", reduce_every, "must be at least 0")
         own = [i for i, rank in enumerate(self.rank_of_stage) if rank == world.place("pp")]
         self.stages = {i: StageModel(model, layout.stages[i]) for i in own}
         self._weight_gradients: dict[int, WeightGradients] = {}
@@ -100,13 +126,15 @@ class Pipeline:
             for module in stage.modules():
                 if isinstance(module, FSDPModule):
                     module.set_reshard_after_forward(False, recurse=False)
+            recompute(stage, memory.recompute)
             if schedule(name).splits:
                 self._weight_gradients[i] = WeightGradients()
                 self._weight_gradients[i].watch(stage)
+        self.activations: Activations | None = None
         self._runner: tuple[Any, Any, list[RunningStage]] | None = None
 
     def _agree(self) -> None:
-        mine = (str(self.layout), self.schedule, self.reduce_every)
+        mine = (str(self.layout), self.schedule, self.memory)
         for rank, other in enumerate(self.world.gather_objects(mine, "pp")):
             if other != mine:
                 what = f"pipeline rank {rank} was given {other}, and rank {self.world.place('pp')} {mine}"
@@ -156,12 +184,16 @@ class Pipeline:
             ranks = self.world.count("pp")
             planned = orders(self.schedule, ranks, len(self.layout), count)
             stages = [self._running_stage(i, shape, work.depths) for i in self.stages]
+            place = self.world.place("pp")
+            self.activations = None
+            if self.memory.offload != "never" or self.memory.count:
+                self.activations = Activations(self.world.device, planned[place], self.memory.offload)
+            for stage in stages:
+                stage.activations = self.activations
             made = Runtime(stages, count, loss_fn=_own_loss, scale_grads=False)
             lower(made, planned)
-            place = self.world.place("pp")
-            made.pipeline_order_with_comms[place] = with_reductions(
-                made.pipeline_order_with_comms[place], self.reduce_every
-            )
+            lowered = made.pipeline_order_with_comms
+            lowered[place] = with_reductions(lowered[place], self.memory.reduce_every)
             self._runner = (key, made, stages)
         return self._runner[1:]
 
@@ -262,41 +294,64 @@ class RunningStage(LeanStage):
     def __init__(self, *args: Any, gradients: WeightGradients | None, **options: Any) -> None:
         super().__init__(*args, **options)
         self.gradients = gradients
-        self.work: Work | None = None
+        self.activations: Activations | None = None
         self.left = 0
 
     def begin(self, work: Work) -> None:
         """Take up a step."""
-        self.work, self.left = work, len(work.rows)
+        self.submod.work, self.left = work, len(work.rows)  # type: ignore[assignment]
         hold_gradients(self.submod)
 
     def forward_one_chunk(
         self, fwd_chunk_id: int, args: Any, kwargs: Any = None, save_forward_output: bool = True
     ) -> Any:
+        self._before("F", fwd_chunk_id)
         if self.gradients is not None:
             self.gradients.mark()
-        given = {"work": self.work, "micro": fwd_chunk_id}
-        out = super().forward_one_chunk(fwd_chunk_id, (), given, save_forward_output=False)
+        held = self.activations
+        try:
+            with nullcontext() if held is None else held.saving(self.stage_index, fwd_chunk_id):
+                out = super().forward_one_chunk(fwd_chunk_id, (), {"micro": fwd_chunk_id}, save_forward_output=False)
+        except RuntimeError as e:
+            raise (e if e.__cause__ is None else e.__cause__) from None  # torch wraps whatever a stage raises
         if not self.has_backward:  # the forward pass had its own
-            self.left -= 1
+            self._after_backward(fwd_chunk_id)
             if self.gradients is not None:
                 self.gradients.take()()
-                settle_gradients(self.submod)
+            self._after_weights()
         return out
 
     def backward_one_chunk(
         self, bwd_chunk_id: int, loss: Any = None, full_backward: bool = True, last_backward: bool = False
     ) -> None:
+        if not self.has_backward:
+            return
+        self._before("B" if full_backward else "I", bwd_chunk_id)
         super().backward_one_chunk(bwd_chunk_id, loss, full_backward, last_backward)
-        self.left -= full_backward
-        if full_backward and self.gradients is not None:
-            settle_gradients(self.submod)
+        self._after_backward(bwd_chunk_id)
+        if full_backward:
+            self._after_weights()
 
     def backward_weight_one_chunk(self, bwd_chunk_id: int, last_backward: bool = False) -> None:
+        if not self.has_backward:
+            return
+        self._before("W", bwd_chunk_id)
         super().backward_weight_one_chunk(bwd_chunk_id, last_backward)
-        self.left -= 1
-        settle_gradients(self.submod)
+        self._after_weights()
 
     def perform_reduce_grad(self, grad_scale_factor: int) -> None:
         if isinstance(self.submod, FSDPModule):
             reduce_gradients(self.submod, last=self.left == 0)
+
+    def _before(self, kind: str, micro: int) -> None:
+        if self.activations is not None:
+            self.activations.before(kind, self.stage_index, micro)
+
+    def _after_backward(self, micro: int) -> None:
+        if self.activations is not None:
+            self.activations.done(self.stage_index, micro)
+
+    def _after_weights(self) -> None:
+        self.left -= 1
+        if self.gradients is not None:
+            settle_gradients(self.submod)

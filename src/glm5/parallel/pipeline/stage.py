@@ -66,7 +66,7 @@ class Objective(Protocol):
     def __call__(self, done: Pass) -> Tensor | None: ...
 
 
-@dataclass
+@dataclass(repr=False)
 class Work:
     """What one step does.
 
@@ -128,6 +128,7 @@ class StageModel(GLM5):
         self.model = trunk
         if parts.head:
             self.lm_head = model.lm_head
+        self.work: Work | None = None  # of the step that runs; no argument of `forward`, where FSDP would copy it
 
     @property
     def device(self) -> torch.device:
@@ -154,13 +155,15 @@ class StageModel(GLM5):
         """The copy of the embedding, where there is one."""
         return self.model.embed_tokens.weight if self.parts.copies_embedding else None  # type: ignore[return-value]
 
-    def forward(self, *states: Tensor, work: Work, micro: int) -> Tensor | tuple[Tensor, ...]:  # type: ignore[override]
+    def forward(self, *states: Tensor, micro: int) -> Tensor | tuple[Tensor, ...]:  # type: ignore[override]
         """The states for the next stage, or on the last one the loss.
 
         Args:
             states: of the stage before: the trunk's [B, T, D] and, after the MTP block, one of each depth.
         """
-        rows, parts = work.rows[micro], self.parts
+        assert self.work is not None
+        work, parts = self.work, self.parts
+        rows = work.rows[micro]
         if not work.joint:
             states = tuple(s.detach() for s in states)
         kept = work.kept(micro) if work.depths else 0
