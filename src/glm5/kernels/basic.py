@@ -30,7 +30,7 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 
 def add_rms_norm(x: Tensor, y: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
     """x + y, and its `rms_norm`: a residual and the norm that follows it."""
-    fast = pick("add_rms_norm", x, y, weight)
+    fast = None if torch.is_grad_enabled() else pick("add_rms_norm", x, y, weight)
     if fast is not None:
         both: tuple[Tensor, Tensor] = fast(x, y, weight, eps)
         return both
