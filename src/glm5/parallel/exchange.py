@@ -4,9 +4,12 @@ Of R ranks on hosts of L, a flat all-to-all sends every rank of another host its
 first collect, each for one place among the L, what the whole host has for the ranks at that place; then ranks of equal
 place on different hosts exchange it. A rank sends R / L - 1 messages to other hosts in place of R - L, of L times the
 size; the bytes between hosts are the same. The result is the flat one's, bit for bit. `HeadExchange` uses it to turn
-shards of the sequence into shards of heads (QKV, latents) and back, tensor after tensor, so that the step within the
-host of one tensor runs beside the step between hosts of the one before. Source: report section 2.4.2. Read next:
-`context`.
+shards of the sequence into shards of heads (queries, keys, values) and back, tensor after tensor, so that the step
+within the host of one tensor runs beside the step between hosts of the one before.
+
+Latents are the same for all heads, so every rank wants all of them: `gather` gets each from another host once and
+spreads it within, and its transpose `scatter_sum` adds up gradients within the host before they leave it. Both save a
+factor L of the bytes between hosts. Source: report section 2.4.2. Read next: `context`.
 
 Legend: R ranks · L ranks of one host · T local positions · H heads · h local heads.
 """
@@ -22,9 +25,10 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
+from glm5.parallel.collectives import all_gather
 from glm5.utils.errors import ConfigError
 
-__all__ = ["HeadExchange", "Hierarchy", "all_to_all", "hierarchical_all_to_all"]
+__all__ = ["HeadExchange", "Hierarchy", "Ways", "all_to_all", "gather", "hierarchical_all_to_all", "scatter_sum"]
 
 
 @dataclass(frozen=True)
@@ -66,6 +70,31 @@ class Hierarchy:
     @property
     def hosts(self) -> int:
         return self.across.size()
+
+
+# How ranks reach each other: all alike, or within and between hosts.
+Ways = ProcessGroup | Hierarchy
+
+
+def place_in(ways: Ways) -> tuple[int, int]:
+    """This rank's place, and the number of ranks."""
+    group = ways.all if isinstance(ways, Hierarchy) else ways
+    return group.rank(), group.size()
+
+
+def gather(x: Tensor, ways: Ways) -> Tensor:
+    """Every rank's x, [R, *x.shape], in rank order; without gradient. The same bits either way."""
+    if not isinstance(ways, Hierarchy):
+        return all_gather(x[None], ways)
+    of_place = all_gather(x[None], ways.across)  # [host, X]: from ranks of our place
+    return all_gather(of_place[None], ways.within).transpose(0, 1).flatten(0, 1)
+
+
+def scatter_sum(x_RX: Tensor, ways: Ways) -> Tensor:
+    """The sum over ranks of what each has for this one, added in rank order (within the host first); no gradient."""
+    if not isinstance(ways, Hierarchy):
+        return _start(x_RX.contiguous(), ways)().sum(0)
+    return _start(_first(x_RX, ways)().sum(0), ways.across)().sum(0)
 
 
 def hierarchical_all_to_all(send_RX: Tensor, hierarchy: Hierarchy) -> Tensor:
