@@ -9,6 +9,7 @@ from dataclasses import replace
 import pytest
 import torch
 
+from glm5.kernels import cuda
 from glm5.model.glm5 import GLM5
 from glm5.model.paged import PagedBatch, PagedCache, Run
 from glm5.serve import graphs
@@ -17,10 +18,11 @@ from glm5.serve.engine import Engine
 from glm5.serve.llm import Answer
 from glm5.serve.request import Request, SamplingParams
 from support.drafting import agreeable
-from support.tiny import tiny_model
+from support.tiny import tiny_config, tiny_model
 
 GREEDY = SamplingParams(max_new_tokens=20, temperature=0.0, ignore_eos=True, logprobs=0)
 PLAIN = EngineConfig(pages=40, context=256, max_running=5, chunk=64, cuda_graphs=False)
+HOPPER, WHY = cuda.available()
 LENGTHS = (1, 20, 40, 63, 64, 65, 150)
 
 
@@ -112,3 +114,32 @@ def test_what_is_not_recorded_is_left_to_the_plain_call(caplog: pytest.LogCaptur
     assert [r.getMessage() for r in caplog.records] == [
         "steps run plainly, without CUDA graphs: operation not permitted when stream is capturing"
     ]
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not HOPPER, reason=WHY)
+@pytest.mark.parametrize("queries", [1, 3])
+def test_a_recorded_step_on_a_gpu_gives_what_the_plain_call_gives(queries: int) -> None:
+    """At GLM-5's head widths, which the kernels take; contexts below and above k."""
+    heads = dict(q_lora_rank=64, kv_lora_rank=512, qk_nope_head_dim=64, qk_rope_head_dim=64, v_head_dim=128)
+    config = tiny_config(**heads, index_n_heads=32, index_head_dim=128, index_topk=64, dtype="bfloat16")
+    model = GLM5(config, seed=0).to("cuda", torch.bfloat16).eval()
+    model.lay_out()
+    lengths, tables = (70, 10, 500), [[3, 1, 9], [4, 11], [0, 7, 2, 5, 6, 8, 12, 13, 10]]
+    cache = PagedCache(config, 20, device="cuda", dtype=torch.bfloat16)
+    record = graphs.recorder_for(model.device)
+    assert record is not None
+    with torch.inference_mode():
+        for ids, table in zip(_ids(*lengths), tables, strict=True):
+            batch = PagedBatch(cache, [Run(table, 0, len(ids))])
+            model.hidden(batch.flat([ids]), cache=batch)
+        recorded = graphs.Graphs(model, cache, spare=19, most=8, context=4096, record=record)
+        for order in ((0, 1, 2), (2,), (1, 0)):
+            runs, ids = [Run(tables[i], lengths[i], queries) for i in order], _ids(*[queries] * len(order))
+            batch = PagedBatch(cache, runs)
+            expected = model.hidden(batch.flat(ids), cache=batch)[0].clone()
+            outputs = recorded(runs, ids)
+            assert outputs is not None
+            error = (outputs[0] - expected).float().norm() / expected.float().norm()
+            assert float(error) < 0.02
+    assert recorded.replayed == 3
