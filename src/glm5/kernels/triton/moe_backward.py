@@ -18,6 +18,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from glm5.kernels.deferral import weight_gradient
 from glm5.kernels.triton.moe import _tile
 
 # (pairs, columns, depth, warps, stages) of products along rows; (rows, columns, pairs, …) of the weights' gradients.
@@ -166,6 +167,7 @@ class GroupedSwiGLU(torch.autograd.Function):
         out = _along_rows(mixed, down, offset, tall=False)
         y = _combined(out, place, weight_NM, tokens, choices)
         ctx.save_for_backward(rows, hidden, gate_up, down, weight_NM, pair, place, offset)
+        ctx.weights = (gate_up, down)
         return y
 
     @staticmethod
@@ -180,8 +182,12 @@ class GroupedSwiGLU(torch.autograd.Function):
             _swiglu_backward[(rows.shape[0],)](
                 hidden, dmixed, pair, weight_NM, dhidden, mixed, dweight, mixed.shape[1], BLOCK=block, num_warps=8
             )
-        ddown = _of_weights(grads, mixed, offset) if ctx.needs_input_grad[2] else None
-        dgate_up = _of_weights(dhidden, rows, offset) if ctx.needs_input_grad[1] else None
+        own_gate_up, own_down = ctx.weights
+        ddown = dgate_up = None
+        if ctx.needs_input_grad[2]:
+            ddown = weight_gradient(own_down, lambda: _of_weights(grads, mixed, offset))
+        if ctx.needs_input_grad[1]:
+            dgate_up = weight_gradient(own_gate_up, lambda: _of_weights(dhidden, rows, offset))
         dx = None
         if ctx.needs_input_grad[0]:
             dx = _combined(_along_rows(dhidden, gate_up, offset, tall=True), place, None, tokens, choices)
