@@ -15,9 +15,9 @@ from torch import Tensor
 
 def sparse_attention(q: Tensor, k: Tensor, v: Tensor, selected: Tensor, scale: float) -> tuple[Tensor, Tensor]:
     """Absorbed sparse attention and its log-sum-exp [B, T, H]; the rows' gradient arrives through k alone."""
-    from glm5.kernels.cuda.sparse_mla_backward import SparseMLA
+    from glm5.kernels import library
 
-    out: tuple[Tensor, Tensor] = SparseMLA.apply(q, k[:, :, 0], selected.contiguous(), scale)
+    out: tuple[Tensor, Tensor] = library.sparse_mla(q, k[:, :, 0], selected.contiguous(), scale)
     return out
 
 

@@ -10,13 +10,12 @@ from __future__ import annotations
 import ctypes
 import functools
 from collections.abc import Callable
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from glm5.kernels.cuda.build import check, library, multiprocessors
-from glm5.kernels.cuda.sparse_mla import VALUE, WIDTH, sparse_mla
+from glm5.kernels.cuda.sparse_mla import VALUE, WIDTH
 from glm5.kernels.inverse import inverse_index
 
 # Queries, in units of what the device runs at once, whose stored parts are summed together (1.2 GB at 2,048 positions).
@@ -93,25 +92,6 @@ def sparse_mla_backward(
         )
         check(status, "sparse_mla_sum_rows")
     return dq, drows
-
-
-class SparseMLA(torch.autograd.Function):
-    """`sparse_mla` with a gradient. Where torch.use_deterministic_algorithms is on, the gradient is deterministic."""
-
-    @staticmethod
-    def forward(ctx: Any, q: Tensor, kv: Tensor, selected: Tensor, scale: float) -> tuple[Tensor, Tensor]:
-        out, lse = sparse_mla(q, kv, selected, value_dim=VALUE, scale=scale)
-        ctx.save_for_backward(q, kv, selected, out, lse)
-        ctx.scale = scale
-        ctx.mark_non_differentiable(lse)
-        return out, lse
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
-        q, kv, selected, out, lse = ctx.saved_tensors
-        fixed = torch.are_deterministic_algorithms_enabled()
-        dq, drows = sparse_mla_backward(q, kv, selected, out, lse, grad, scale=ctx.scale, deterministic=fixed)
-        return dq, drows.to(kv.dtype), None, None
 
 
 @functools.cache

@@ -158,17 +158,15 @@ class GroupedSwiGLU(torch.autograd.Function):
         pair = flat.argsort(stable=True).to(torch.int32)  # of each position; `place` is its inverse
         place = torch.empty_like(pair)
         place[pair.long()] = torch.arange(pair.numel(), dtype=torch.int32, device=pair.device)
-        bounds = torch.arange(experts + 1, device=flat.device)
+        bounds = torch.arange(experts + 1, device=flat.device, dtype=flat.dtype)
         offset = torch.searchsorted(flat[pair.long()], bounds, out_int32=True)
         weight_NM = weight_NM.contiguous()
         rows = _gathered(x_ND, pair, choices)
         hidden = _along_rows(rows, gate_up, offset, tall=False)
-        mixed = _mixed(hidden)
-        out = _along_rows(mixed, down, offset, tall=False)
-        y = _combined(out, place, weight_NM, tokens, choices)
+        out = _along_rows(_mixed(hidden), down, offset, tall=False)
         ctx.save_for_backward(rows, hidden, gate_up, down, weight_NM, pair, place, offset)
         ctx.weights = (gate_up, down)
-        return y
+        return _combined(out, place, weight_NM, tokens, choices)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
@@ -183,12 +181,11 @@ class GroupedSwiGLU(torch.autograd.Function):
                 hidden, dmixed, pair, weight_NM, dhidden, mixed, dweight, mixed.shape[1], BLOCK=block, num_warps=8
             )
         own_gate_up, own_down = ctx.weights
-        ddown = dgate_up = None
+        dx = ddown = dgate_up = None
         if ctx.needs_input_grad[2]:
             ddown = weight_gradient(own_down, lambda: _of_weights(grads, mixed, offset))
         if ctx.needs_input_grad[1]:
             dgate_up = weight_gradient(own_gate_up, lambda: _of_weights(dhidden, rows, offset))
-        dx = None
         if ctx.needs_input_grad[0]:
             dx = _combined(_along_rows(dhidden, gate_up, offset, tall=True), place, None, tokens, choices)
         return dx, dgate_up, ddown, None, dweight

@@ -1,0 +1,79 @@
+"""The registered operators: shapes without running anything, and on a Hopper GPU torch.compile over them."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from glm5.kernels import cuda, library
+
+RUNS, WHY = cuda.available()
+
+
+def _meta(*shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
+    return torch.empty(shape, dtype=dtype, device="meta")
+
+
+def test_shapes_are_known_without_running() -> None:
+    q, rows = _meta(2, 3, 64, 576).requires_grad_(), _meta(2, 100, 576).requires_grad_()
+    selected = _meta(2, 3, 32, dtype=torch.int32)
+    out, lse = library.sparse_mla(q, rows, selected, 0.1)
+    assert (out.shape, out.dtype) == ((2, 3, 64, 512), torch.bfloat16)
+    assert (lse.shape, lse.dtype) == ((2, 3, 64), torch.float32)
+    assert out.requires_grad
+    assert not lse.requires_grad
+    dq, drows = torch.autograd.grad(out.sum(), (q, rows))
+    assert (dq.shape, drows.shape) == (q.shape, rows.shape)
+
+    picked = library.index_select(_meta(2, 3, 32, 128), _meta(2, 3, 32), _meta(2, 100, 128), selected, selected, 2048)
+    assert (picked.shape, picked.dtype) == ((2, 3, 100), torch.int32)
+    y = library.grouped_swiglu(_meta(9, 64), _meta(4, 64, 64), _meta(4, 64, 32), _meta(9, 2), _meta(9, 2))
+    assert y.shape == (9, 64)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not RUNS, reason=f"Hopper kernels go untested here: {WHY}")
+def test_compile_carries_sparse_attention_and_its_gradient() -> None:
+    generator = torch.Generator(device="cuda").manual_seed(1)
+    q, rows = (
+        torch.randn(*shape, generator=generator, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+        for shape in ((1, 20, 64, 576), (1, 200, 576))
+    )
+    selected = torch.rand(1, 20, 200, generator=generator, device="cuda").argsort(-1)[..., :64].sort(-1).values.int()
+
+    def step(q: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
+        return (library.sparse_mla(q * 2, rows, selected, 1 / 16)[0].float() ** 2).sum()
+
+    expected = torch.autograd.grad(step(q, rows), (q, rows))
+    found = torch.autograd.grad(torch.compile(step, fullgraph=True)(q, rows), (q, rows))
+    for ours, wanted in zip(found, expected, strict=True):
+        assert (ours.float() - wanted.float()).norm() < 1e-2 * wanted.float().norm()
+    torch.library.opcheck(library.sparse_mla, (q, rows, selected, 1 / 16))
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not RUNS, reason=f"Hopper kernels go untested here: {WHY}")
+def test_a_cuda_graph_holds_forward_and_backward() -> None:
+    generator = torch.Generator(device="cuda").manual_seed(2)
+    kind = {"generator": generator, "device": "cuda", "dtype": torch.bfloat16}
+    q, rows, grad = (
+        torch.randn(1, 9, 64, 576, **kind),
+        torch.randn(1, 90, 576, **kind),
+        torch.randn(1, 9, 64, 512, **kind),
+    )
+    selected = torch.rand(1, 9, 90, generator=generator, device="cuda").argsort(-1)[..., :48].sort(-1).values.int()
+
+    def step() -> tuple[torch.Tensor, torch.Tensor]:
+        out, lse = library.sparse_mla(q, rows, selected, 1 / 16)
+        dq, drows = library.sparse_mla_backward(q, rows, selected, out, lse, grad, 1 / 16, False)
+        return dq, drows
+
+    step()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = step()
+    q.copy_(torch.randn(q.shape, **kind))
+    graph.replay()
+    for ours, wanted in zip(captured, step(), strict=True):
+        assert (ours.float() - wanted.float()).norm() < 1e-2 * wanted.float().norm()
