@@ -258,7 +258,7 @@ def test_documents_are_separate_rows() -> None:
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="fused attention of packed documents: no CUDA device")
-@pytest.mark.parametrize(("width", "value"), [(256, 256), (192, 128), (64, 80)])
+@pytest.mark.parametrize(("width", "value"), [(256, 256), (192, 128), (64, 80), (20, 12)])
 def test_documents_by_the_fused_kernel(width: int, value: int) -> None:
     """Half precision on a GPU: documents of many lengths, padding, and ends that see nothing; values and gradients."""
     generator = torch.Generator(device="cuda").manual_seed(0)

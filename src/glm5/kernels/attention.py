@@ -104,9 +104,8 @@ def _fused_documents(q_BTHX: Tensor, k_BSGX: Tensor, v_BSGV: Tensor, visible: Vi
     from torch.nn.attention.varlen import varlen_attn
 
     widths = [x.shape[-1] for x in (q_BTHX, k_BSGX, v_BSGV)]
-    q, k, v = (
-        F.pad(x, (0, max(widths) - w)).flatten(0, 1) for x, w in zip((q_BTHX, k_BSGX, v_BSGV), widths, strict=True)
-    )
+    wide = -(-max(widths) // 8) * 8
+    q, k, v = (F.pad(x, (0, wide - w)).flatten(0, 1) for x, w in zip((q_BTHX, k_BSGX, v_BSGV), widths, strict=True))
     edges, longest = visible.segments
     out = varlen_attn(q, k, v, edges, edges, longest, longest, scale=scale, window_size=(-1, 0))
     out = out.unflatten(0, q_BTHX.shape[:2])[..., : widths[2]]
