@@ -183,7 +183,7 @@ def _forward(
         hidden_cD = hidden_ND[part].to(operand)
         target_c1 = targets_N[part, None]
         exp_cV = buffer_cV[: hidden_cD.shape[0]]
-        _product(hidden_cD, weight_VD.T, out=exp_cV)
+        product(hidden_cD, weight_VD.T, out=exp_cV)
         if argmax_N is not None:
             argmax_N[part] = exp_cV.argmax(-1)
 
@@ -206,14 +206,14 @@ def _forward(
             exp_cV.scatter_add_(1, target_c1, -sum_c1)
             error_cV = exp_cV.to(operand)
             if grad_hidden_ND is not None:
-                _product(error_cV, weight_VD, out=grad_hidden_ND[part])
+                product(error_cV, weight_VD, out=grad_hidden_ND[part])
                 grad_hidden_ND[part].mul_(row_c1)
             if grad_weight_VD is not None:
-                _product(error_cV.T, (hidden_cD * row_c1).to(operand), out=grad_weight_VD, add=True)
+                product(error_cV.T, (hidden_cD * row_c1).to(operand), out=grad_weight_VD, add=True)
     return _Run(logprobs_N, entropy_N, argmax_N, grad_hidden_ND, grad_weight_VD)
 
 
-def _product(a: Tensor, b: Tensor, *, out: Tensor, add: bool = False) -> None:
+def product(a: Tensor, b: Tensor, *, out: Tensor, add: bool = False) -> None:
     """out = a @ b, or out += a @ b; bf16 operands (CUDA) arrive in an fp32 `out` with no rounding between."""
     if a.dtype == out.dtype:
         torch.addmm(out, a, b, beta=int(add), out=out)

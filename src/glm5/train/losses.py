@@ -8,13 +8,13 @@ GLM-4.5 (MTP weight, bias rate), which take the forms from DeepSeek-V3. Read nex
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from glm5.kernels.cross_entropy import linear_cross_entropy
+from glm5.kernels.cross_entropy import LinearCrossEntropy, linear_cross_entropy
 
 
 @dataclass(frozen=True)
@@ -40,6 +40,7 @@ def language_model_loss(
     *,
     mtp_weight: float = 0.0,
     chunk: int | None = None,
+    cross_entropy: Callable[..., LinearCrossEntropy] = linear_cross_entropy,
 ) -> LanguageModelLoss:
     """Cross-entropy of the main head and of D MTP depths, in one pass over the shared head.
 
@@ -53,13 +54,15 @@ def language_model_loss(
             not count. `glm5.data.packing.targets_at_depth` makes them of packed rows.
         mtp_weight: lambda; each of the D depths weighs lambda / D.
         chunk: tokens to a chunk of logits.
+        cross_entropy: another one of the same arguments, for a head of which this process has some rows only:
+            `glm5.parallel.vocab.Vocabulary.cross_entropy`.
     """
     depths = len(hidden) - 1
     weights = [weight_BT.flatten() for _, weight_BT in targets]
     factors = [1.0] + [mtp_weight / depths] * depths if depths else [1.0]
     scaled_N = torch.cat([w * f for w, f in zip(weights, factors, strict=True)])
     hidden_ND = torch.cat([h.flatten(0, 1) for h in hidden]) if depths else hidden[0].flatten(0, 1)
-    out = linear_cross_entropy(hidden_ND, head_VD, torch.cat([t.flatten() for t, _ in targets]), scaled_N, chunk=chunk)
+    out = cross_entropy(hidden_ND, head_VD, torch.cat([t.flatten() for t, _ in targets]), scaled_N, chunk=chunk)
     logprobs = out.logprobs_N.split([len(w) for w in weights])
     with torch.no_grad():
         ce_sums = torch.stack([-(lp @ w.to(lp.dtype)) for lp, w in zip(logprobs, weights, strict=True)])
