@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import logging
+import os
+import sys
 import textwrap
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -20,26 +23,74 @@ the shape from a config.json. --model.FIELD and --train.FIELD change one field o
 
 
 def main(argv: Sequence[str]) -> int:
-    """Parse `argv` (without the command's name) and run. Returns 0."""
-    preset, argv = take_option(argv, "--preset")
-    shape, argv = take_option(argv, "--model")
-    default = choose(preset, shape, argv)
+    """Parse `argv` (without the command's name) and run. Returns 0, or what a process of several returned."""
+    speaks = int(os.environ.get("RANK", "0")) == 0  # of several processes the first: what it says is true of all
+    try:
+        return _main(argv, print if speaks else lambda _: None)
+    except UserError:
+        if speaks:
+            raise
+        return 2
+
+
+def _main(argv: Sequence[str], say: Callable[[str], None]) -> int:
+    preset, given = take_option(argv, "--preset")
+    shape, given = take_option(given, "--model")
+    default = choose(preset, shape, given)
+    from glm5.parallel.mesh import Mesh, launched
     from glm5.train.pretrain import PretrainConfig, pretrain, resolve
 
-    config, _ = resolve(parse(PretrainConfig, argv, default=default, prog="glm5 pretrain", description=DESCRIPTION))
+    config, _ = resolve(parse(PretrainConfig, given, default=default, prog="glm5 pretrain", description=DESCRIPTION))
+    processes = Mesh.parse(config.mesh).size
+    if processes > 1 and not launched() and not config.dry_run:
+        return start(processes, argv, restarts=config.restarts, on_gpus=config.device != "cpu")
     for line in describe(to_dict(config)):
-        print(line)
+        say(line)
     if config.dry_run:
         dry_run(config)
         return 0
-    found = pretrain(config)
-    print(f"trained   {found.parameters:,} parameters on {found.tokens:,} tokens in {found.steps:,} steps")
+    found = pretrain(config, say)
+    say(f"trained   {found.parameters:,} parameters on {found.tokens:,} tokens in {found.steps:,} steps")
     if found.bits_per_byte is not None:
         sums = found.result["held_out"]
-        print(f"held out  {found.bits_per_byte:.4f} bits per byte over {sums['bytes']:,} bytes, dense attention")
-    print(f"run       {found.run}  (metrics.jsonl, config.json, result.json; `glm5 watch {found.run}` draws it)")
-    print(f"next      glm5 chat {found.model}")
-    print(f"          glm5 sparsify {found.model} --corpus {config.corpus} --run {found.run}-sparse")
+        say(f"held out  {found.bits_per_byte:.4f} bits per byte over {sums['bytes']:,} bytes, dense attention")
+    say(f"run       {found.run}  (metrics.jsonl, config.json, result.json; `glm5 watch {found.run}` draws it)")
+    say(f"next      glm5 chat {found.model}")
+    say(f"          glm5 sparsify {found.model} --corpus {config.corpus} --run {found.run}-sparse")
+    return 0
+
+
+def start(processes: int, argv: Sequence[str], *, restarts: int, on_gpus: bool) -> int:
+    """Run the command in so many processes of this host, by torchrun's own launcher. Returns the worst exit status.
+
+    For several hosts start `torchrun ... --no-python -- glm5 pretrain ...` on each.
+
+    Raises:
+        ConfigError: there are fewer GPUs.
+    """
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+    from torch.distributed.launcher import LaunchConfig, elastic_launch
+
+    from glm5.parallel.mesh import check_gpus
+
+    if on_gpus:
+        check_gpus(processes)
+    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // processes)))
+    logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)  # the first process has said it already
+    launch = LaunchConfig(
+        min_nodes=1,
+        max_nodes=1,
+        nproc_per_node=processes,
+        rdzv_backend="c10d",
+        rdzv_endpoint="localhost:0",
+        run_id=f"glm5-{os.getpid()}",
+        max_restarts=restarts,
+        monitor_interval=1.0,
+    )
+    try:
+        elastic_launch(launch, sys.executable)("-m", "glm5.cli.main", "pretrain", *argv)
+    except ChildFailedError as e:
+        return max((f.exitcode if f.exitcode > 0 else 1) for f in e.failures.values())
     return 0
 
 

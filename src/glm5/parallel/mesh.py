@@ -27,9 +27,12 @@ if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
     from glm5.model.config import ModelConfig
+    from glm5.parallel.watch import Watch
 
 # How long a collective may wait for a rank before the run ends with an error.
 TIMEOUT_SECONDS = 600.0
+# The same where the others wait for one that reads or writes files, such as a corpus to be tokenized.
+FILES_TIMEOUT_SECONDS = 4 * 3600.0
 
 
 class ParallelError(UserError):
@@ -171,6 +174,7 @@ class World:
 
         self.mesh, self.device = mesh, device
         self.rank, self.size = dist.get_rank(), dist.get_world_size()
+        self.watch: Watch | None = None
         ranks = torch.arange(mesh.size)
         base = ranks.view(mesh.pp, mesh.dp, mesh.cp, mesh.tp)
         expert = ranks.view(mesh.pp, mesh.data // mesh.ep, mesh.ep, mesh.tp).transpose(2, 3)
@@ -186,7 +190,7 @@ class World:
         self._homes: dict[str, DeviceMesh] = dict.fromkeys(("pp", "dp", "cp", "tp"), self.base)
         self._homes |= {"replicate": self.dense, "shard": self.dense, "ep": self.expert, "edp": self.expert}
         self._homes |= {"data": data, "stage": stage}
-        self._files = dist.new_group(backend="gloo")
+        self._files = dist.new_group(backend="gloo", timeout=timedelta(seconds=FILES_TIMEOUT_SECONDS))
 
     def group(self, axis: str) -> ProcessGroup:
         """The process group of the ranks that differ from this one along `axis` only."""
@@ -288,12 +292,24 @@ def _device(name: str) -> torch.device:
         name = "cuda" if torch.cuda.is_available() else "cpu"
     if name == "cpu":
         return torch.device("cpu")
-    local = int(os.environ.get("LOCAL_RANK", "0"))
-    if local >= torch.cuda.device_count():
-        rule = f"process {local} of this host has no GPU: there are {torch.cuda.device_count()}"
-        raise ConfigError("device", name, f"{rule}; start at most as many processes on a host, or use cpu")
+    local, here = (int(os.environ.get(n, d)) for n, d in (("LOCAL_RANK", "0"), ("LOCAL_WORLD_SIZE", "1")))
+    check_gpus(max(here, local + 1))
     torch.cuda.set_device(local)
     return torch.device("cuda", local)
+
+
+def check_gpus(processes: int) -> None:
+    """Whether this host has a GPU for each of so many processes.
+
+    Raises:
+        ConfigError: it has not.
+    """
+    import torch
+
+    found = torch.cuda.device_count()
+    if processes > found:
+        rule = f"{processes} processes on this host need as many GPUs, and here are {found}: start fewer, or use cpu"
+        raise ConfigError("device", "cuda", rule)
 
 
 def _join(device: torch.device, timeout: float) -> None:

@@ -13,6 +13,8 @@ Source: report section 2.4. Read next: `expert`, `tensor`, `glm5.train.loop`.
 
 from __future__ import annotations
 
+import logging
+
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
@@ -83,6 +85,10 @@ def reshard(model: nn.Module) -> None:
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.reshard()
+
+
+# It warns of gathers in two steps, which is what gathering a tensor that is cut twice takes.
+logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)
 
 
 def whole(t: Tensor) -> Tensor:

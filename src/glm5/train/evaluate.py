@@ -9,16 +9,18 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 
-from glm5.data.loader import TokenDataset
+from glm5.data.loader import Batch, TokenDataset
 from glm5.kernels.cross_entropy import linear_logprobs
 from glm5.model.glm5 import GLM5
 from glm5.model.speculate import SpeculationStats
 from glm5.model.trace import Aux
+from glm5.train.ranks import Ranks
 from glm5.train.rows import Rows
 
 
@@ -47,12 +49,24 @@ class HeldOut:
 
 @torch.no_grad()
 def held_out(
-    model: GLM5, dataset: TokenDataset, *, sparse: bool, rows_at_once: int = 8, max_rows: int | None = None
+    model: GLM5,
+    dataset: TokenDataset,
+    *,
+    sparse: bool,
+    rows_at_once: int = 8,
+    max_rows: int | None = None,
+    ranks: Ranks | None = None,
 ) -> HeldOut:
-    """Loss of the next token over a dataset's rows (all, or the first `max_rows`)."""
+    """Loss of the next token over a dataset's rows (all, or the first `max_rows`).
+
+    Args:
+        ranks: that share the work out; all call this, and all get the sums of all.
+    """
     nats, tokens, size, correct = 0.0, 0, 0, 0
-    for batch in dataset.batches(rows_at_once, max_rows):
-        on = Rows.of(batch, model.device)
+    ranks = ranks or Ranks()
+    rows = dataset.rows if max_rows is None else min(max_rows, dataset.rows)
+    for batch, counted in _dealt(dataset, rows, rows_at_once, ranks):
+        on = Rows.of(batch, model.device).head(len(batch), counted)
         hidden_BTD = model.hidden(on.input_BT, documents=on.documents_BT, sparse=sparse)
         target_BT, weight_BT = on.targets[0]
         out = linear_logprobs(hidden_BTD.flatten(0, 1), model.lm_head.weight, target_BT.flatten(), with_argmax=True)
@@ -61,8 +75,23 @@ def held_out(
         tokens += int(counted_N.sum())
         assert out.argmax_N is not None
         correct += int((out.argmax_N == target_BT.flatten())[counted_N].sum())
-        size += int(batch.num_bytes_BT.sum())
-    return HeldOut(nats, tokens, size, correct)
+        size += int(batch.num_bytes_BT[:counted].sum())
+    sums = ranks.sum(torch.tensor([nats, tokens, size, correct], dtype=torch.float64, device=model.device)).tolist()
+    return HeldOut(sums[0], *(round(x) for x in sums[1:]))
+
+
+def _dealt(dataset: TokenDataset, rows: int, at_once: int, ranks: Ranks) -> Iterator[tuple[Batch, int]]:
+    """Batches of this rank's share of the first `rows` rows, and how many rows of each count.
+
+    Every rank has as many batches as any other, since they gather parameters together; the last rows of some are
+    repeated and count nothing.
+    """
+    numbers = ranks.share(np.arange(rows))
+    most = int(ranks.largest(torch.tensor(len(numbers), device=ranks.device)))
+    for start in range(0, most, at_once):
+        mine = numbers[start : start + at_once]
+        size = min(at_once, most - start)
+        yield dataset.batch(np.append(mine, np.zeros(size - len(mine), dtype=np.int64))), len(mine)
 
 
 @torch.no_grad()

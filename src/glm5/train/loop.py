@@ -107,7 +107,9 @@ class Trainer:
         """
         config, began = self.config, time.perf_counter()
         count = config.batch.batch(self.samples)
+        self.ranks.at(self.finished_steps, "0 rows")
         rows = self._rows(count)
+        self.ranks.at(self.finished_steps, "1 forward and backward")
         tokens, queries = self.ranks.totals(sum(r.tokens for r in rows), sum(int(r.valid_BT().sum()) for r in rows))
         mtp_rows = max(1, round(config.mtp_share * count)) if config.mtp_depths else 0
         counts = Counts(rows=count, mtp_rows=mtp_rows, tokens=max(1, tokens), queries=queries)
@@ -123,6 +125,7 @@ class Trainer:
             loss.backward()
         if self.ranks.any(bad is not None):
             raise self._bad_loss(bad, rows[0])
+        self.ranks.at(self.finished_steps, "2 update")
         norm = self._clip()
         lr = config.lr.at(self.finished_steps, config.steps)
         measure = self.finished_steps % config.measure_every == 0
@@ -141,7 +144,9 @@ class Trainer:
             "grad_norm": norm,
             "tokens": self.tokens,
             "tokens_per_second": counts.tokens / seconds,
-            "memory_mib": float(self.ranks.largest(torch.tensor(memory_mib(self.model.device)))),
+            "memory_mib": float(
+                self.ranks.largest(torch.tensor(memory_mib(self.model.device), device=self.ranks.device))
+            ),
         }
         if measure:
             metrics["update_rms"] = dict(self.optimizer.update_rms)
@@ -212,11 +217,8 @@ class Trainer:
     def _bad_loss(self, bad: tuple[float, Rows] | None, rows: Rows) -> NumericalError:
         """The error of a loss that is not finite, here or on another rank; all ranks look for its place together."""
         place = self._first_bad(bad[1] if bad else rows)
-        said = self.ranks.first(
-            f"the loss of step {self.finished_steps} is {bad[0]}; first bad tensor: {place}" if bad else None
-        )
-        assert said is not None
-        return NumericalError(said)
+        loss = self.ranks.first(bad and f"the loss of step {self.finished_steps} is {bad[0]}")
+        return NumericalError(f"{loss}; first bad tensor: {place}")
 
     def _balance(self, loads: list[Tensor], rate: float) -> None:
         # Without loads no router ran: a dense trunk whose MTP block does not train.
@@ -245,10 +247,11 @@ class Trainer:
 
     @torch.no_grad()
     def _first_bad(self, rows: Rows) -> str:
-        """Which parameter, or which module's output in forward order, is the first that is not finite."""
+        """Which parameter, or which module's output in forward order, is the first that is not finite, and where."""
         bad = first_nonfinite((n, self.ranks.local(p)) for n, p in self.model.named_parameters())
-        if self.ranks.any(bad is not None):
-            return f"parameter {bad}" if bad else "a parameter on another rank"
+        said = self.ranks.first(bad and f"parameter {bad}")
+        if said is not None:
+            return said
         found: list[str] = []
 
         def watch(name: str) -> Callable[..., None]:
@@ -265,7 +268,8 @@ class Trainer:
         finally:
             for hook in hooks:
                 hook.remove()
-        return f"output of {found[0]}" if found else "the loss itself (or a multi-token prediction depth)"
+        place = self.ranks.first(f"output of {found[0]}" if found else None)
+        return place or "the loss itself (or a multi-token prediction depth)"
 
     # ------------------------------------------------------------------ state
     def save(self, store: CheckpointStore | None = None) -> Path:
@@ -391,6 +395,7 @@ class Trainer:
                         if said is not None:
                             raise self._failed(NumericalError(said))
                         log.sync()
+                        self.ranks.at(done - 1, "3 checkpoint")
                         self.save()
                     if stopping:
                         progress.note(f"stopped after step {done}, which is saved; the same command goes on from it")
@@ -398,6 +403,7 @@ class Trainer:
                     if on_step is not None:
                         on_step(self)
             self.store.wait()
+            self.ranks.at(-1, "4 end")
             if self.finished_steps >= config.steps:
                 log.finish(tokens=self.tokens, samples=self.samples)
             if self.ranks.any(

@@ -124,6 +124,20 @@ def prepare(
     return found
 
 
+def opened(config: TextConfig, directory: Path, *, ahead: int) -> Prepared:
+    """What another process has just prepared in `directory`, without reading the corpus again.
+
+    Raises:
+        DataError: it is not there, or damaged: not the directory that the other process writes to.
+    """
+    source = _source(directory)
+    found = None if source is None else _open(config, directory, source["fingerprint"], ahead, lambda _: None)
+    if found is None:
+        what = f"{directory} does not hold the data that the first process has prepared there"
+        raise DataError(what, "Choose a --run directory that all hosts see")
+    return found
+
+
 def _fingerprint(documents: Sequence[Document], held_out: float, tokenizer: str) -> str:
     digest = hashlib.sha256(json.dumps([_VERSION, held_out, tokenizer]).encode())
     for document in documents:

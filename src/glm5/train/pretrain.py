@@ -11,27 +11,36 @@ Source: report sections 2.1 and 2.2. Read next: `prepare`, `loop`, then `sparsif
 
 from __future__ import annotations
 
+import os
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
+
+import torch
 
 from glm5.data.loader import Loader
 from glm5.model.config import ModelConfig
 from glm5.model.glm5 import GLM5
 from glm5.model.presets import nano
+from glm5.parallel.mesh import Mesh, World, launched, open_world
+from glm5.parallel.watch import check_alike, watched
 from glm5.text.tokenizer import Tokenizer, load_tokenizer
 from glm5.train.config import TrainConfig
 from glm5.train.estimate import count_parameters
 from glm5.train.evaluate import held_out
 from glm5.train.loop import Trainer
-from glm5.train.prepare import Prepared, Say, TextConfig, prepare
+from glm5.train.prepare import Prepared, Say, TextConfig, opened, prepare
+from glm5.train.ranks import Ranks
 from glm5.train.schedule import BatchWarmup, LearningRate
+from glm5.utils.config_io import to_dict
 from glm5.utils.devices import resolve_device
 from glm5.utils.errors import ConfigError
 from glm5.utils.files import exclusive, require_writable, write_json
 
 # What a resumed run may change, beside its stage's `loop.MAY_DIFFER`: where things lie, and how much is measured.
-ALSO_MAY_DIFFER = {"run", "corpus", "tokenizer", "held_out_rows", "dry_run"}
+ALSO_MAY_DIFFER = {"run", "corpus", "tokenizer", "held_out_rows", "dry_run", "mesh", "restarts", "hang_seconds"}
 
 
 @dataclass(frozen=True)
@@ -48,6 +57,16 @@ class PretrainConfig(TextConfig):
     """cpu, cuda or cuda:N; auto is a GPU where there is one."""
     init_seed: int = 0
     """Of the initial weights."""
+    mesh: str = ""
+    """How processes that torchrun started divide the work, like dp=2,ep=2,tp=2 (axes: dp, pp, cp, tp; ep and shard fold
+    on dp x cp); by default all of them divide the rows."""
+    restarts: int = 0
+    """On processes that this command starts itself: how often all are started again, from the newest checkpoint, after
+    one has failed."""
+    hang_seconds: float = 300.0
+    """On several processes: how long a step may stand still before stack traces of all are written to RUN/ranks."""
+    deterministic: bool = False
+    """Only operators whose result is the same at every run, where torch has them; slower on a GPU."""
     held_out_rows: int | None = None
     """Measure the first so many held-out rows only."""
     dry_run: bool = False
@@ -65,6 +84,11 @@ class PretrainConfig(TextConfig):
         # `check_stage` says these too, but only once the corpus is tokenized.
         if self.train.mtp_depths and not self.model.num_nextn_predict_layers:
             raise ConfigError("train.mtp_depths", self.train.mtp_depths, "this model has no MTP block: give 0")
+        Mesh.parse(self.mesh).check_model(self.model)
+        if self.restarts < 0:
+            raise ConfigError("restarts", self.restarts, "must be at least 0")
+        if not 0 < self.hang_seconds < float("inf"):
+            raise ConfigError("hang_seconds", self.hang_seconds, "must be a positive number")
         longest = self.model.max_position_embeddings
         if self.seq_len > longest:
             raise ConfigError("seq_len", self.seq_len, f"must be at most max_position_embeddings={longest}")
@@ -146,32 +170,70 @@ def pretrain(config: PretrainConfig, say: Say = print) -> Pretrained:
         UserError: see `prepare`, `Trainer` and `Trainer.run`.
     """
     config, given = resolve(config)
-    run = require_writable(config.run)
-    with exclusive(run / ".pretrain.lock"):
-        depths = config.train.mtp_depths
-        data = prepare(
+    with together(config) as world:
+        ranks = Ranks(world)
+        run = Path(config.run)
+        with ExitStack() as held:
+            ranks.on_main(lambda: held.enter_context(exclusive(require_writable(run) / ".pretrain.lock")))
+            data = prepare_once(config, run, given, ranks, say)
+            trainer = train(config, data, run, world)
+            if ranks.main:
+                say(f"export    {run / 'model'}")
+            trainer.export(run / "model", tokenizer=data.tokenizer)
+            result = measure(config, trainer, data)
+            ranks.on_main(lambda: write_json(run / "result.json", result))
+    bits = result["held_out"]["bits_per_byte"] if result["held_out"] else None
+    return Pretrained(run, run / "model", result["parameters"], trainer.finished_steps, trainer.tokens, bits, result)
+
+
+@contextmanager
+def together(config: PretrainConfig) -> Iterator[World | None]:
+    """The processes that train together: those that torchrun started, or None for this one alone.
+
+    Raises:
+        ConfigError: the mesh needs another number of them.
+        ParallelError: they did not find each other, or don't run the same.
+    """
+    if config.deterministic:
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+        torch.use_deterministic_algorithms(True, warn_only=True)
+    mesh = Mesh.parse(config.mesh)
+    if not launched() and mesh.size == 1:
+        yield None
+        return
+    if not config.mesh and launched():
+        mesh = Mesh(dp=int(os.environ["WORLD_SIZE"]))
+    mesh.check_model(config.model)
+    with open_world(mesh, config.device.partition(":")[0]) as world:
+        check_alike(world, to_dict(config))
+        with watched(world, Path(config.run) / "ranks", config.hang_seconds):
+            yield world
+
+
+def prepare_once(config: PretrainConfig, run: Path, given: Tokenizer | None, ranks: Ranks, say: Say) -> Prepared:
+    """The run's data: made by the main rank, opened by all."""
+    ahead = 1 + config.train.mtp_depths
+
+    def make() -> Prepared:
+        return prepare(
             config,
             run / "data",
-            ahead=1 + depths,
+            ahead=ahead,
             vocab_size=config.model.vocab_size,
             tokenizer=given,
             begun=(run / "checkpoints").exists(),
             say=say,
         )
-        trainer = train(config, data, run)
-        say(f"export    {run / 'model'}")
-        trainer.export(run / "model", tokenizer=data.tokenizer)
-        result = measure(config, trainer, data)
-        write_json(run / "result.json", result)
-    bits = result["held_out"]["bits_per_byte"] if result["held_out"] else None
-    return Pretrained(run, run / "model", result["parameters"], trainer.finished_steps, trainer.tokens, bits, result)
+
+    made = ranks.on_main(make)
+    return ranks.together(lambda: made or opened(config, run / "data", ahead=ahead))
 
 
-def train(config: PretrainConfig, data: Prepared, run: Path) -> Trainer:
+def train(config: PretrainConfig, data: Prepared, run: Path, world: World | None = None) -> Trainer:
     """The training itself, in `run`."""
-    model = GLM5(config.model, seed=config.init_seed).to(config.device)
+    model = GLM5(config.model, seed=config.init_seed).to(config.device if world is None else world.device)
     loader = Loader(data.training, config.train.seed)
-    trainer = Trainer(config.train, model, loader, run)
+    trainer = Trainer(config.train, model, loader, run, world)
     trainer.run(resolved=replace(config, dry_run=False), may_differ=ALSO_MAY_DIFFER, title="pretrain")
     return trainer
 
@@ -180,7 +242,7 @@ def measure(config: PretrainConfig, trainer: Trainer, data: Prepared) -> dict[st
     """The run's closing figures, as JSON values."""
     found = None
     if data.held_out is not None:
-        sums = held_out(trainer.model, data.held_out, sparse=False, max_rows=config.held_out_rows)
+        sums = held_out(trainer.model, data.held_out, sparse=False, max_rows=config.held_out_rows, ranks=trainer.ranks)
         found = {"bits_per_byte": sums.bits_per_byte, "loss": sums.loss, "tokens": sums.tokens, "bytes": sums.bytes}
     return {
         "parameters": count_parameters(trainer.model),

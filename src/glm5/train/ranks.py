@@ -44,6 +44,16 @@ class Ranks:
         """Whether this process speaks and writes files that are one for all."""
         return self.world is None or self.world.main
 
+    @property
+    def device(self) -> torch.device:
+        """Where numbers that ranks exchange lie."""
+        return torch.device("cpu") if self.world is None else self.world.device
+
+    def at(self, step: int, phase: str) -> None:
+        """Tell the watch, if there is one, what this rank begins to do: it names who stands still, and where."""
+        if self.world is not None and self.world.watch is not None:
+            self.world.watch.at(step, phase)
+
     def console(self) -> Console | None:
         """Where progress is shown: nowhere but on the main rank."""
         return None if self.main else Console(quiet=True)
@@ -128,7 +138,7 @@ class Ranks:
         """Each number's sum over the data ranks."""
         if self.world is None:
             return list(numbers)
-        return self.sum(torch.tensor(numbers, device=self.world.device)).tolist()
+        return self.sum(torch.tensor(numbers, device=self.device)).tolist()
 
     def sum(self, x: Tensor) -> Tensor:
         """The sum over the data ranks, in place."""
@@ -146,7 +156,7 @@ class Ranks:
         """Whether it is so on some rank: the same answer on all."""
         if self.world is None or self.world.size == 1:
             return flag
-        return bool(self.largest(torch.tensor(int(flag), device=self.world.device)))
+        return bool(self.largest(torch.tensor(int(flag), device=self.device)))
 
     def first(self, what: str | None) -> str | None:
         """What the first rank that has something to say says, with its name, on all; None where all are silent."""
@@ -179,7 +189,7 @@ class Ranks:
         """The main rank's error on every rank: the class and words of it, or a plain one where it can't be copied."""
         assert self.world is not None
         box = [None if error is None else (error.what, error.mend)]
-        dist.broadcast_object_list(box, src=0)
+        dist.broadcast_object_list(box, src=0, group=self.world.group("files"))
         return None if box[0] is None else (error or UserError(*box[0]))
 
     def together(self, act: Callable[[], T]) -> T:

@@ -1,0 +1,202 @@
+"""What happens when a rank fails, stands still or runs other code: one error on rank 0, within seconds, never a hang.
+
+A thread of every rank keeps a small file in the run's directory, beside all collectives: its pulse, and what its rank
+is doing. A rank that raises leaves the cause there; rank 0 prints it with the rank's name and ends, and so do the
+others, who would wait for the lost one until their time-outs. A rank that dies without a word is missed by its pulse. Where a
+rank does not get on for `hang_seconds`, all write stack traces, and rank 0 says who is behind. The launcher then starts
+all ranks again if it was told to (`--restarts`, or torchrun's `--max-restarts`). Read next: `glm5.train.pretrain`.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import hashlib
+import json
+import os
+import sys
+import threading
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, TextIO
+
+import torch
+
+import glm5
+from glm5.parallel.mesh import ParallelError, World
+
+# Seconds between two looks at the files, and without a new pulse before a rank counts as dead.
+LOOK, SILENCE = 0.5, 30.0
+# How long a rank leaves another's error to be raised on itself too, as errors are that all find together.
+GRACE = 3.0
+
+
+class Watch:
+    """One rank's thread.
+
+    Args:
+        world: whose ranks all make one.
+        directory: for the files, which all ranks see; emptied first.
+        hang_seconds: without `at` being called, after which a rank stands still.
+        out: where rank 0 says what happened.
+    """
+
+    def __init__(self, world: World, directory: Path, hang_seconds: float, out: TextIO | None = None) -> None:
+        self.world, self.directory, self.hang_seconds = world, directory, hang_seconds
+        self.out = out or sys.stderr
+        if world.main:
+            directory.mkdir(parents=True, exist_ok=True)
+            for file in directory.glob("*.json"):
+                file.unlink()
+        world.barrier()
+        self._doing, self._since, self._told = (-1, "0 start"), time.monotonic(), False
+        self._pulses: dict[int, tuple[Any, float]] = {}
+        self._end = threading.Event()
+        self._thread = threading.Thread(target=self._run, daemon=True, name="watch")
+        self._thread.start()
+
+    def at(self, step: int, phase: str) -> None:
+        """This rank begins a phase, "number name", of a step; outside of steps, -1, nothing is timed."""
+        self._doing, self._since, self._told = (step, phase), time.monotonic(), False
+
+    def fail(self, error: BaseException) -> None:
+        """Leave word of this rank's failure, and wait a little for rank 0 to tell it."""
+        self.close()
+        if self.world.main:
+            return
+        self._write("failed", [self.world.rank, describe(error)])
+        end = time.monotonic() + GRACE + 4 * LOOK
+        while time.monotonic() < end and not self._read("told"):
+            time.sleep(LOOK / 5)
+
+    def close(self) -> None:
+        """End the thread."""
+        self._end.set()
+        self._thread.join(10)
+
+    # ------------------------------------------------------------------ the thread
+    def _run(self) -> None:
+        beat = 0
+        while not self._end.wait(LOOK):
+            beat += 1
+            age = time.monotonic() - self._since
+            try:
+                if beat % 4 == 1:
+                    self._write(f"rank-{self.world.rank:05d}", [beat, *self._doing, round(age, 1)])
+                failed = self._read("failed")
+                if failed:
+                    self._heard(*failed)
+                stands = (age > self.hang_seconds and self._doing[0] >= 0) or self._read("hang")
+                if stands and not self._told:
+                    self._told = True
+                    self._hang()
+                if self.world.main:
+                    self._miss()
+            except OSError as e:
+                print(f"warning: rank {self.world.rank} cannot watch the others: {e}", file=self.out, flush=True)
+                return
+
+    def _heard(self, rank: int, cause: str) -> None:
+        if not self._end.wait(GRACE if self.world.main else GRACE + 4 * LOOK):  # else it has found an error, too
+            self._leave(f"rank {rank}: {cause}")
+
+    def _leave(self, what: str) -> None:
+        if self.world.main:
+            again = "the same command goes on from the newest checkpoint"
+            print(f"error: {what} / mend: see to that rank; {again}", file=self.out, flush=True)
+            self._write("told", True)
+        os._exit(1)
+
+    def _miss(self) -> None:
+        """On rank 0: whether a rank's pulse has stopped."""
+        now = time.monotonic()
+        for rank in range(1, self.world.size):
+            pulse = self._read(f"rank-{rank:05d}")
+            if pulse is None:
+                continue
+            if self._pulses.get(rank, (None, 0.0))[0] != pulse:
+                self._pulses[rank] = pulse, now
+            elif now - self._pulses[rank][1] > SILENCE:
+                self._leave(f"rank {rank} has died without a word (killed, or its host is lost)")
+
+    def _hang(self) -> None:
+        """Write this rank's stack traces; on rank 0 also say who is behind."""
+        self._write("hang", True)
+        with (self.directory / f"rank-{self.world.rank:05d}.txt").open("a") as f:
+            f.write(f"step {self._doing[0]}, {self._doing[1]}, for {time.monotonic() - self._since:.0f} s\n")
+            f.flush()
+            faulthandler.dump_traceback(f, all_threads=True)
+        if self.world.main:
+            self._end.wait(8 * LOOK)  # for every rank's next pulse
+            found = {r: self._read(f"rank-{r:05d}") or [0, -1, "0 start", 0] for r in range(self.world.size)}
+            least = min((doing[1], doing[2]) for doing in found.values())
+            behind = [r for r, doing in found.items() if (doing[1], doing[2]) == least]
+            who = "all ranks" if len(behind) == self.world.size else "rank " + ", ".join(map(str, behind))
+            phase = least[1].partition(" ")[2]
+            where = f"in step {least[0]} at {phase}; stack traces in {self.directory}"
+            print(f"warning: no progress for {self.hang_seconds:.0f} s: {who} {where}", file=self.out, flush=True)
+
+    def _write(self, name: str, value: Any) -> None:
+        path = self.directory / f"{name}.json"
+        own = path.with_suffix(f".{self.world.rank}")
+        own.write_text(json.dumps(value))
+        os.replace(own, path)
+
+    def _read(self, name: str) -> Any:
+        try:
+            return json.loads((self.directory / f"{name}.json").read_text())
+        except FileNotFoundError:
+            return None
+
+
+def describe(error: BaseException) -> str:
+    """An error in one line."""
+    text = " ".join(str(error).split())[:500]
+    return text if type(error).__name__ in text or hasattr(error, "mend") else f"{type(error).__name__}: {text}"
+
+
+@contextmanager
+def watched(world: World, directory: Path, hang_seconds: float, out: TextIO | None = None) -> Iterator[Watch]:
+    """Watch over all ranks while the block runs; what a rank raises in it ends all of them. Arguments as `Watch`'s."""
+    watch = Watch(world, directory, hang_seconds, out)
+    world.watch = watch
+    try:
+        yield watch
+    except BaseException as e:
+        watch.fail(e)
+        raise
+    finally:
+        world.watch = None
+        watch.close()
+
+
+# --------------------------------------------------------------------------- the same on all ranks
+def check_alike(world: World, configuration: Mapping[str, Any]) -> None:
+    """Whether all ranks run the same code with the same configuration.
+
+    Raises:
+        ParallelError: they don't, on every rank; it names a rank and what differs.
+    """
+    own = {"the package's code": _code(), "torch": torch.__version__, **{k: repr(v) for k, v in configuration.items()}}
+    found = world.gather_objects(own)
+    for rank, other in enumerate(found):
+        differ = [name for name in found[0] | other if found[0].get(name) != other.get(name)]
+        if differ:
+            name = differ[0]
+            values = (
+                f": {other.get(name)}, and {found[0].get(name)} on rank 0" if len(found[0].get(name, "")) < 100 else ""
+            )
+            raise ParallelError(
+                f"rank {rank} differs in {', '.join(differ[:5])}{values}",
+                "Start all ranks with one command, from the same files",
+            )
+
+
+def _code() -> str:
+    """A checksum of the package's sources."""
+    root = Path(glm5.__file__).parent
+    digest = hashlib.sha256()
+    for path in sorted(root.rglob("*.py")):
+        digest.update(str(path.relative_to(root)).encode() + path.read_bytes())
+    return digest.hexdigest()[:16]
