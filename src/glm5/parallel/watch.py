@@ -2,9 +2,10 @@
 
 A thread of every rank keeps a small file in the run's directory, beside all collectives: its pulse, and what its rank
 is doing. A rank that raises leaves the cause there; rank 0 prints it with the rank's name and ends, and so do the
-others, who would wait for the lost one until their time-outs. A rank that dies without a word is missed by its pulse. Where a
-rank does not get on for `hang_seconds`, all write stack traces, and rank 0 says who is behind. The launcher then starts
-all ranks again if it was told to (`--restarts`, or torchrun's `--max-restarts`). Read next: `glm5.train.pretrain`.
+others, who would wait for the lost one until their time-outs. A rank that dies without a word is missed by its pulse.
+Where a rank does not get on for `hang_seconds`, all write stack traces, and rank 0 says who is behind. The launcher
+then starts all ranks again if it was told to (`--restarts`, or torchrun's `--max-restarts`). Read next:
+`glm5.train.pretrain`.
 """
 
 from __future__ import annotations
