@@ -132,8 +132,9 @@ def test_index_select_tiles_agree_with_the_whole() -> None:
     assert torch.equal(picked, stable_topk(whole.flatten(0, 1), 24).view_as(picked))
 
 
+@pytest.mark.parametrize("wide", [False, True])
 @pytest.mark.parametrize(("tokens", "experts", "choices"), [(1, 8, 2), (37, 5, 3), (90, 4, 2)])
-def test_grouped_swiglu_matches_the_oracle(tokens: int, experts: int, choices: int) -> None:
+def test_grouped_swiglu_matches_the_oracle(tokens: int, experts: int, choices: int, wide: bool) -> None:
     generator = _generator(tokens)
     width, inner = 96, 80  # neither a multiple of the tiles
     x = torch.randn(tokens, width, generator=generator).to(DEVICE, DTYPE)
@@ -143,7 +144,7 @@ def test_grouped_swiglu_matches_the_oracle(tokens: int, experts: int, choices: i
     expert = expert.contiguous().to(DEVICE)
     weight = torch.rand(tokens, choices, generator=generator).to(DEVICE)
     tile = (16, 32, 32, 4, 2)
-    y = fast.grouped_swiglu(x, gate_up, down, expert, weight, tiles=(tile, tile))
+    y = fast.grouped_swiglu(x, gate_up, down, expert, weight, tiles=(tile, tile), wide=wide)
     gate, up = torch.einsum("nd,nmfd->nmf", x.float(), gate_up.float()[expert]).chunk(2, -1)
     oracle = torch.einsum("nmf,nmdf,nm->nd", torch.nn.functional.silu(gate) * up, down.float()[expert], weight)
     assert _error(y, oracle) < TOLERANCE

@@ -15,6 +15,7 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.tools.tensor_descriptor import TensorDescriptor
 
 
 @triton.jit
@@ -120,6 +121,29 @@ def _down(
 
 
 @triton.jit
+def _down_wide(
+    hidden_desc, weight_desc, pair_ptr, offset_ptr, part_ptr, D: tl.constexpr, F: tl.constexpr,
+    E: tl.constexpr, P: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_F: tl.constexpr,
+):  # fmt: skip
+    """`_down` for many tokens: its tiles, here with tokens as rows, come by the copy engine. A tile's last rows, or its
+    last columns, may be the next expert's: they are multiplied, and not stored."""
+    expert, first, past = _tile(offset_ptr, tl.program_id(1), E, P, BLOCK_M)
+    if expert == E:
+        return
+    start = tl.program_id(0) * BLOCK_N
+    acc_MN = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
+    for f in range(0, F, BLOCK_F):
+        hidden = hidden_desc.load([first, f])
+        weight = weight_desc.load([expert * D + start, f])
+        acc_MN = tl.dot(hidden, tl.trans(weight), acc=acc_MN)
+    row_M = first + tl.arange(0, BLOCK_M)
+    pair_M = tl.load(pair_ptr + row_M, mask=row_M < past, other=0)
+    col_N = start + tl.arange(0, BLOCK_N)
+    target = part_ptr + pair_M[:, None].to(tl.int64) * D + col_N[None, :]
+    tl.store(target, acc_MN.to(part_ptr.dtype.element_ty), mask=(row_M < past)[:, None] & (col_N < D)[None, :])
+
+
+@triton.jit
 def _mix(part_ptr, weight_ptr, y_ptr, D, M: tl.constexpr, BLOCK_D: tl.constexpr):
     """y[token] = sum over its choices of weight * part, in fp32, in the order of the choices."""
     token = tl.program_id(0).to(tl.int64)
@@ -140,6 +164,7 @@ def grouped_swiglu(
     weight_NM: Tensor,
     *,
     tiles: tuple[tuple[int, ...], tuple[int, ...]] | None = None,
+    wide: bool | None = None,
 ) -> Tensor:
     """Sum over each token's M experts of weight * down(silu(gate x) * up x). No gradient.
 
@@ -148,6 +173,7 @@ def grouped_swiglu(
             rows. down_EDF: [E, D, F] contiguous. expert_NM: int32 or int64 ids below E. weight_NM: fp32, contiguous.
         tiles: (tokens, rows of weights, depth, warps, stages) of the gate-up and of the down product; None takes
             what was measured best for the number of tokens an expert gets.
+        wide: read the down product's tiles by the copy engine, which takes rows of 16 bytes; None does for many tokens.
 
     Returns:
         [N, D] in x's dtype.
@@ -177,11 +203,14 @@ def grouped_swiglu(
         M=choices, E=experts, P=padded, BLOCK_M=block_m, BLOCK_N=first[1], BLOCK_D=first[2],
         num_warps=first[3], num_stages=first[4],
     )  # fmt: skip
-    _down[(triton.cdiv(width, second[1]), most)](
-        hidden, down_EDF, pair, offset, part, width, inner,
-        E=experts, P=padded, BLOCK_M=block_m, BLOCK_N=second[1], BLOCK_F=second[2],
-        num_warps=second[3], num_stages=second[4],
-    )  # fmt: skip
+    sizes = dict(BLOCK_M=block_m, BLOCK_N=second[1], BLOCK_F=second[2], num_warps=second[3], num_stages=second[4])
+    grid = (triton.cdiv(width, second[1]), most)
+    if wide if wide is not None else tiles is None and block_m >= 128 and inner * x_ND.element_size() % 16 == 0:
+        hidden_desc = TensorDescriptor.from_tensor(hidden, [block_m, second[2]])
+        weight_desc = TensorDescriptor.from_tensor(down_EDF.view(-1, inner), [second[1], second[2]])
+        _down_wide[grid](hidden_desc, weight_desc, pair, offset, part, D=width, F=inner, E=experts, P=padded, **sizes)
+    else:
+        _down[grid](hidden, down_EDF, pair, offset, part, width, inner, E=experts, P=padded, **sizes)
     _mix[(tokens, triton.cdiv(width, 2048))](part, weight_NM, y_ND, width, M=choices, BLOCK_D=2048)
     return y_ND
 
