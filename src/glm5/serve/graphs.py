@@ -41,15 +41,17 @@ def recorder_for(device: torch.device) -> Recorder | None:
     pool = torch.cuda.graph_pool_handle()
 
     def record(run: Callable[[], Outputs]) -> Callable[[], Outputs]:
-        aside = torch.cuda.Stream()
-        aside.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(aside):  # compiles and allocates what must not happen while recording
-            run()
-            run()
-        torch.cuda.current_stream().wait_stream(aside)
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=pool):
-            outputs = run()
+        with torch.cuda.device(device):
+            aside = torch.cuda.Stream()
+            aside.wait_stream(torch.cuda.current_stream())
+            with torch.cuda.stream(aside):  # compiles and allocates what must not happen while recording
+                run()
+                run()
+            torch.cuda.current_stream().wait_stream(aside)
+            graph = torch.cuda.CUDAGraph()
+            # Other threads may go on using the device: pages are fetched and weights arrive there.
+            with torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):
+                outputs = run()
 
         def replay() -> Outputs:
             graph.replay()
