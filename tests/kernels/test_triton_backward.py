@@ -19,9 +19,10 @@ from glm5.kernels import basic, moe
 from glm5.kernels.cross_entropy import linear_cross_entropy as cross_entropy
 from glm5.kernels.indexer_loss import indexer_loss
 from glm5.kernels.inverse import inverse_index
-from glm5.kernels.triton import basic_backward, moe_backward
+from glm5.kernels.triton import basic_backward, moe_backward, newton_schulz
 from glm5.kernels.triton import cross_entropy as fast_cross_entropy
 from glm5.kernels.triton import indexer_loss as fast_loss
+from glm5.kernels.triton import indexer_warmup as warmup
 from glm5.kernels.visibility import Visibility
 
 triton_interpreter.mend()
@@ -170,6 +171,48 @@ def test_indexer_loss_on_the_selection(heads: int, deterministic: bool, monkeypa
         assert ours is not None
         assert leaf.grad is not None
         assert _error(ours, leaf.grad) < TOLERANCE
+
+
+@pytest.mark.parametrize("scratch", [1 << 20, 8 * 45 * 20])
+def test_indexer_loss_over_intervals(scratch: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(warmup, "SCRATCH", scratch)
+    for tile in ("LSE", "TARGET", "QUERY", "KEY"):
+        monkeypatch.setattr(warmup, tile, (16, 16, 4, 2))
+    batch, queries, slots, heads, index_heads, width, topk = 2, 37, 45, 3, 5, 16, 9
+    index_q, index_k = _random(batch, queries, index_heads, width, seed=1), _random(batch, slots, width, seed=2)
+    index_w = _random(batch, queries, index_heads, seed=3, scale=0.2, dtype=torch.float32)
+    q, k = _random(batch, queries, heads, 24, seed=4), _random(batch, slots, heads, 24, seed=5)
+    last = torch.arange(8, 8 + queries, device=DEVICE).expand(batch, queries).clone()
+    first = torch.zeros_like(last)
+    first[1, 10:], last[0, 0] = 12, -1  # a second document; a query that sees nothing
+    wide = [t.clone().float().requires_grad_() for t in (index_q, index_w, index_k)]
+    oracle = indexer_loss(*wide, q.float(), k.float(), Visibility(first, last, slots), None, 0.2, topk)
+    oracle.kl.backward()
+    kl, mass, top, *grads = warmup.interval_loss(index_q, index_w, index_k, q, k, first, last, slots, 0.2, topk)
+    torch.testing.assert_close(kl, oracle.kl.detach(), atol=1e-4, rtol=1e-4)
+    torch.testing.assert_close(mass, oracle.recall_sum, atol=1e-2 if CUDA else 1e-4, rtol=1e-3)
+    torch.testing.assert_close(top, oracle.logit_max_H, atol=1e-3, rtol=1e-3)
+    for ours, leaf in zip(grads, wide, strict=True):
+        assert ours is not None
+        assert leaf.grad is not None
+        assert _error(ours, leaf.grad) < TOLERANCE
+
+
+# --------------------------------------------------------------------------- Newton-Schulz
+@pytest.mark.parametrize("shape", [(3, 40, 72), (1, 16, 16), (2, 33, 48)])
+def test_symmetric_products(shape: tuple[int, int, int], monkeypatch: pytest.MonkeyPatch) -> None:
+    if not CUDA:
+        monkeypatch.setattr(newton_schulz, "TILE", (16, 32, 16, 4, 2))
+    x = _random(*shape, seed=sum(shape), scale=shape[-1] ** -0.5)
+    gram = newton_schulz.symmetric_product(x)
+    wide = x.float() @ x.float().mT
+    assert _error(gram, wide) < TOLERANCE
+    assert torch.equal(gram, gram.mT)
+    if shape[1] % 8:  # rows that the copy engine cannot address
+        return
+    square = newton_schulz.symmetric_product(gram, gram, alpha=-0.3, beta=0.5)
+    assert _error(square, 0.5 * gram.float() - 0.3 * gram.float() @ gram.float()) < TOLERANCE
+    assert torch.equal(square, square.mT)
 
 
 def test_inverse_index_lists_who_selected_a_row() -> None:

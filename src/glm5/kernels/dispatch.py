@@ -218,6 +218,14 @@ def _train_indexer(iq_BTJI: Tensor, ik_BSI: Tensor, q_BTHX: Tensor, k_BSGX: Tens
     return _bf16(iq_BTJI, ik_BSI, q_BTHX, k_BSGX)
 
 
+def _train_intervals(iq_BTJI: Tensor, ik_BSI: Tensor, q_BTHX: Tensor, k_BSGX: Tensor) -> str | None:
+    if k_BSGX.shape[2] != q_BTHX.shape[2] or q_BTHX.shape[-1] > 256:
+        return "takes a key head of up to 256 for each query head"
+    if iq_BTJI.shape[3] < 16 or iq_BTJI.shape[3] & (iq_BTJI.shape[3] - 1):
+        return f"takes index heads of powers of two from 16, not {iq_BTJI.shape[3]}"
+    return _bf16(iq_BTJI, ik_BSI, q_BTHX, k_BSGX)
+
+
 def _train_experts(x_ND: Tensor, gate_up_EFD: Tensor, down_EDF: Tensor) -> str | None:
     if not (gate_up_EFD.is_contiguous() and down_EDF.is_contiguous()) or any(n % 8 for n in down_EDF.shape[1:]):
         return "takes contiguous weights whose widths are multiples of 8"
@@ -357,6 +365,7 @@ OPERATORS: dict[str, tuple[Fast, ...]] = {
         Fast("cpu.swiglu", _compiler, _cpu_few, _load_cpu("swiglu")),
     ),
     "moe": (Fast("cpu.moe", _compiler, _cpu_few, _load_cpu("moe")),),
+    "interval_loss": (Fast("triton.indexer_warmup", _both, _train_intervals, _load_training("interval_loss")),),
     "train_grouped_swiglu": (Fast("triton.moe_backward", _triton, _train_experts, _load_training("grouped_swiglu")),),
     "train_rms_norm": (Fast("torch.rms_norm", _cuda, _train_rows, _load_training("rms_norm")),),
     "train_swiglu": (Fast("triton.basic_backward", _triton, _train_rows, _load_training("swiglu")),),

@@ -74,9 +74,14 @@ class _IndexerLoss(torch.autograd.Function):
         lse: Tensor | None,
     ) -> tuple[Tensor, ...]:
         wants_grad = any(ctx.needs_input_grad[:3])
-        # Over a selection that the top-k holds whole, nothing need be ranked again.
-        fast = pick("indexer_loss", iq, ik, q, k) if selected is not None and selected.shape[-1] <= topk else None
-        if fast is not None:
+        fast = None
+        if selected is None:
+            fast = pick("interval_loss", iq, ik, q, k)
+        elif selected.shape[-1] <= topk:  # a selection that the top-k holds whole: nothing need be ranked again
+            fast = pick("indexer_loss", iq, ik, q, k)
+        if fast is not None and selected is None:
+            kl, recall, logit_max, *grads = fast(iq, iw, ik, q, k, visible, scale, topk, wants_grad)
+        elif fast is not None:
             kl, recall, logit_max, *grads = fast(iq, iw, ik, q, k, selected, scale, lse, wants_grad)
         else:
             kl, recall, logit_max, *grads = _in_tiles(iq, iw, ik, q, k, visible, selected, scale, topk, wants_grad)

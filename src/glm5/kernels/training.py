@@ -12,6 +12,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from glm5.kernels.visibility import Visibility
+
 
 def sparse_attention(q: Tensor, k: Tensor, v: Tensor, selected: Tensor, scale: float) -> tuple[Tensor, Tensor]:
     """Absorbed sparse attention and its log-sum-exp [B, T, H]; the rows' gradient arrives through k alone."""
@@ -43,6 +45,25 @@ def indexer_loss(
     fixed = torch.are_deterministic_algorithms_enabled()
     kl, mass, *grads = kernels.selected_loss(iq, iw, ik, selected, target, grad=wants_grad, deterministic=fixed)
     return kl, mass, top.amax((0, 1)), *grads
+
+
+def interval_loss(
+    iq: Tensor,
+    iw: Tensor,
+    ik: Tensor,
+    q: Tensor,
+    k: Tensor,
+    visible: Visibility,
+    scale: float,
+    topk: int,
+    wants_grad: bool,
+) -> tuple[Tensor | None, ...]:
+    """The same over whole intervals and expanded keys, for the warm-up."""
+    from glm5.kernels.cuda import stable_topk
+    from glm5.kernels.triton import indexer_warmup as kernels
+
+    bounds = (visible.first_BT, visible.last_BT, visible.slots)
+    return kernels.interval_loss(iq, iw, ik, q, k, *bounds, scale, topk, grad=wants_grad, select=stable_topk)
 
 
 def grouped_swiglu(x: Tensor, gate_up: Tensor, down: Tensor, expert: Tensor, weight: Tensor) -> Tensor:
