@@ -66,6 +66,8 @@ class Engine:
         if not 0 <= config.context <= longest:
             raise ConfigError("context", config.context, f"must be at most max_position_embeddings={longest}")
         self.model, self.config = model, config
+        if model.device.type == "cuda":
+            model.lay_out()
         self.context = config.context or longest
         self.vocab_size = min(model.config.vocab_size, tokenizer.vocab_size if tokenizer else model.config.vocab_size)
         self.speculation = SpeculationStats()
