@@ -24,11 +24,12 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 
 from glm5.model.glm5 import GLM5
 from glm5.model.indexer import Indexer
+from glm5.model.mla import MLA
 from glm5.model.moe import MoE
 from glm5.model.mtp import MTPBlock
 from glm5.parallel.expert import SpreadExperts, spread_experts
 from glm5.parallel.mesh import World
-from glm5.parallel.tensor import split_tensors
+from glm5.parallel.tensor import ShardedMLA, split_tensors
 
 
 def parallelize(model: GLM5, world: World, *, reshard: bool = True) -> GLM5:
@@ -47,6 +48,8 @@ def parallelize(model: GLM5, world: World, *, reshard: bool = True) -> GLM5:
     split_tensors(model, world)
     spread_experts(model, world)
     for module in list(model.modules()):
+        if isinstance(module, MLA) and not isinstance(module, ShardedMLA):
+            module.__class__ = ShardedMLA
         if isinstance(module, Indexer):
             _unit(module, data_mesh(world), reshard=False)
             for method in ("keys", "queries"):

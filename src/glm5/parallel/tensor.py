@@ -55,7 +55,14 @@ class RowLinear(LocalLinear):
         return y if self.bias is None else y + self.bias
 
 
-class TensorMLA(MLA):
+class ShardedMLA(MLA):
+    """MLA whose indexer's parameters are gathered when it is called, so that it never reads its weights itself."""
+
+    def _few(self, x_BTD: Tensor, rope: Tensor) -> None:
+        return None
+
+
+class TensorMLA(ShardedMLA):
     """MLA with this rank's heads."""
 
     group: ProcessGroup
