@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -18,7 +19,7 @@ from glm5.serve.client import WeightUpdate
 from glm5.serve.config import EngineConfig
 from glm5.serve.engine import Engine
 from glm5.serve.llm import Answer
-from glm5.serve.request import Request, SamplingParams
+from glm5.serve.request import Delta, Request, SamplingParams
 from glm5.utils.errors import CheckpointError, ConfigError, UserError
 from support.drafting import agreeable
 from support.tiny import tiny_config, tiny_model
@@ -27,7 +28,7 @@ K = 24  # index_topk of the tiny model
 LENGTHS = (1, 2, 23, 24, 25, 63, 64, 65, 127, 129, 200)  # around k, and around pages of 64
 NEW = 12
 GREEDY = SamplingParams(max_new_tokens=NEW, temperature=0.0, ignore_eos=True, logprobs=0)
-SMALL = EngineConfig(pages=40, context=256)
+SMALL = EngineConfig(pages=40, context=256, overlap=False)
 TOLERANCE = 2e-5
 
 
@@ -71,7 +72,7 @@ def run(engine: Engine, prompts: list[list[int]], params: SamplingParams = GREED
 def drain(engine: Engine, requests: list[Request]) -> list[Answer]:
     answers = {request.rid: Answer() for request in requests}
     while engine.has_work:
-        for delta in engine.step():
+        for delta in engine.step() if not engine.overlap else engine.advance(lambda: None):
             if delta.rid in answers and delta.index == 0:
                 answers[delta.rid].take(delta)
         engine.scheduler.check()
@@ -79,11 +80,15 @@ def drain(engine: Engine, requests: list[Request]) -> list[Answer]:
 
 
 def same(found: list[Answer], expected: list[Expected]) -> None:
-    for i, (a, b) in enumerate(zip(found, expected, strict=True)):
-        assert a.ids == b.ids, (LENGTHS[i], a.finish)
-        torch.testing.assert_close(torch.tensor(a.logprobs), b.logprobs, rtol=0, atol=TOLERANCE)
-        assert a.finish is not None
-        assert a.finish.type == "length"
+    for a, b in zip(found, expected, strict=True):
+        same_one(a, b)
+
+
+def same_one(a: Answer, b: Expected) -> None:
+    assert a.ids == b.ids, a
+    torch.testing.assert_close(torch.tensor(a.logprobs), b.logprobs, rtol=0, atol=TOLERANCE)
+    assert a.finish is not None
+    assert a.finish.type == "length"
 
 
 # --------------------------------------------------------------------------- sameness
@@ -181,18 +186,19 @@ WAYS: dict[str, tuple[EngineConfig, Callable[[Engine, list[list[int]]], list[Ans
 }
 
 
-@pytest.mark.parametrize("drafts", [0, 3])
+@pytest.mark.parametrize(("drafts", "overlap"), [(0, False), (3, False), (0, True), (3, True)])
 @pytest.mark.parametrize("way", WAYS)
 def test_every_way_gives_the_same(
-    way: str, drafts: int, model: GLM5, prompts: list[list[int]], expected: list[Expected]
+    way: str, drafts: int, overlap: bool, model: GLM5, prompts: list[list[int]], expected: list[Expected]
 ) -> None:
     config, answer = WAYS[way]
-    engine = Engine(model, replace(config, drafts=drafts))
+    engine = Engine(model, replace(config, drafts=drafts, overlap=overlap))
     same(answer(engine, prompts), expected)
     if drafts:
         assert engine.speculation.accept_length > 1.5
     engine.flush_cache()
     assert engine.pool.device.free == engine.pool.device.count
+    engine.close()
 
 
 @pytest.mark.parametrize("drafts", [0, 2])
@@ -327,6 +333,74 @@ def test_an_abort_frees_the_pages(model: GLM5, prompts: list[list[int]]) -> None
     assert not engine.has_work
     assert engine.flush_cache()
     assert engine.pool.device.free == engine.pool.device.count
+
+
+@pytest.mark.parametrize("drafts", [0, 3])
+def test_what_happens_while_a_step_runs(drafts: int, prompts: list[list[int]], expected: list[Expected]) -> None:
+    """The model is held in the middle of a step: requests come and are aborted, the engine is paused and its weights
+    are replaced. Nobody's ids change, and the deltas of the step are told once."""
+    model, held, free = agreeable(0).eval(), threading.Event(), threading.Event()
+    engine = Engine(model, replace(SMALL, drafts=drafts, overlap=True))
+    work = engine._work
+
+    def gated(*given: Any) -> Any:
+        held.set()
+        assert free.wait(20)
+        return work(*given)
+
+    first, gone, *others = [Request(ids, GREEDY) for ids in prompts]
+    answers = {request.rid: Answer() for request in (first, gone, *others)}
+
+    def take(deltas: list[Delta]) -> None:
+        for delta in deltas:
+            answers[delta.rid].take(delta)
+
+    engine.add(first)
+    engine.add(gone)
+    for _ in range(3):
+        take(engine.advance(lambda: None))
+    engine._work = gated  # type: ignore[method-assign]
+    free.clear()
+    take(engine.advance(lambda: None))
+    assert held.wait(20)
+    assert engine.flying
+    for request in others:
+        engine.add(request)
+    engine.abort(gone.rid)
+    engine.scheduler.check()
+    assert not engine.flush_cache()
+    free.set()
+    engine.pause("retract")
+    assert not engine.flying
+    assert not engine.scheduler.running
+    told = engine.settle()
+    assert [delta.rid for delta in told] == [first.rid]
+    take(told)
+    assert engine.settle() == []
+    while engine.has_work:
+        take(engine.advance(lambda: None))
+        engine.scheduler.check()
+    for request, want in zip((first, *others), (expected[0], *expected[2:]), strict=True):
+        same_one(answers[request.rid], want)
+    assert answers[gone.rid].finish is None
+    assert answers[gone.rid].ids == expected[1].ids[: len(answers[gone.rid].ids)]
+    assert not engine._answers
+    assert engine._drafter is None or not engine._drafter._places
+    engine.close()
+
+
+def test_an_error_of_the_model_reaches_whoever_advances(model: GLM5) -> None:
+    engine = Engine(model, replace(SMALL, overlap=True))
+
+    def fail(*given: Any) -> Any:
+        raise RuntimeError("out of memory")
+
+    engine._work = fail  # type: ignore[method-assign]
+    engine.add(Request([5], GREEDY))
+    engine.advance(lambda: None)
+    with pytest.raises(RuntimeError, match="out of memory"):
+        engine.advance(lambda: None)
+    engine.close()
 
 
 def test_stop_ids_of_the_model_and_the_request(model: GLM5, prompts: list[list[int]], expected: list[Expected]) -> None:

@@ -295,16 +295,16 @@ class Slow:
 
     def __init__(self, worker: Worker, after: int) -> None:
         self.reached, self.open = threading.Event(), threading.Event()
-        step, left = worker.engine.step, [after]
+        step, left = worker.engine._work, [after]
 
-        def gated() -> Any:
+        def gated(*plan: Any) -> Any:
             left[0] -= 1
             if left[0] < 0:
                 self.reached.set()
                 self.open.wait(20)
-            return step()
+            return step(*plan)
 
-        worker.engine.step = gated  # type: ignore[method-assign]
+        worker.engine._work = gated  # type: ignore[method-assign]
 
     async def wait(self) -> None:
         await asyncio.to_thread(self.reached.wait, 20)

@@ -25,6 +25,7 @@ class Counting:
 
     vocab_size, context = 1000, 100
     weight_version = "1"
+    overlap = flying = False
 
     def __init__(self) -> None:
         self.running: dict[str, dict[int, list[int]]] = {}
@@ -72,6 +73,18 @@ class Counting:
             if not answers:
                 del self.running[rid]
         return deltas
+
+    def advance(self, landed: Callable[[], None] | None = None) -> list[Delta]:
+        raise AssertionError("this engine does not overlap")
+
+    def settle(self) -> list[Delta]:
+        return []
+
+    def check(self, request: Request) -> int:
+        return 0
+
+    def return_lease(self, name: str) -> None:
+        self.log.append(("return", name))
 
     def pause(self, mode: PauseMode) -> None:
         self.log.append(("pause", mode))

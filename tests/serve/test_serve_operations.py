@@ -209,6 +209,12 @@ class Operations(RuleBasedStateMachine):
         SEEN["preempted"] += self.scheduler.preemptions - before
         self.loads += [item for item, _ in plan.loads]
         SEEN["overlapping plans"] += bool(self.flying and plan.items)
+        if plan.items and rng.random() < 0.4:
+            preemptions = self.scheduler.preemptions
+            self.scheduler.prepare()
+            self.nobody_was_overtaken(running)
+            SEEN["prepared"] += 1
+            SEEN["preempted"] += self.scheduler.preemptions - preemptions
         drafts = {item: rng.choices(range(VOCABULARY), k=item.drafts) for item in plan.items}
         self.model.run(plan, self.tree.version, drafts)
         if plan.items:

@@ -25,5 +25,8 @@ class EngineConfig:
     """Tokens of one step."""
     chunk: int = 2048
     """Tokens of one prompt in a step."""
+    overlap: bool = True
+    """While the model runs, tell what the last step gave, take new requests and find pages for the next step, which
+    changes no token."""
     cuda_graphs: bool = True
     """Record decode steps as CUDA graphs, and replay them: on a GPU, where it changes no answer."""

@@ -4,6 +4,10 @@
     hidden = run            MTP drafts, then one flat call of the trunk over everything
     deltas = commit         draw, check drafts, end or go on, give pages back
 
+`step` does the three in turn. `advance` runs the middle one in a thread of its own: while it runs, the caller tells
+what the step before gave and takes new requests, and pages for the next step are found. The order of plans and commits
+is the same, so no token changes.
+
 A greedy answer is the same cold, from cached pages, in chunks, beside strangers, preempted or with drafts, up to the
 rounding of products of another size. The engine knows ids only; text is `sampler`'s for stops and grammars, and the
 server's. Source: report section 3 (the engine of the rollouts). Read next: `scheduler`, `glm5.model.paged`,
@@ -14,6 +18,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -38,6 +43,26 @@ from glm5.serve.transfer import Load, PageBytes
 from glm5.serve.weights import WeightSource
 from glm5.text.tokenizer import Tokenizer
 from glm5.utils.errors import ConfigError, UserError
+
+
+@dataclass(frozen=True)
+class _Landed:
+    """What one step gave one answer, before it is told."""
+
+    answer: Sequence
+    chosen: Chosen
+    drafted: int
+    prompt_info: tuple[TokenInfo | None, ...]
+
+
+@dataclass(frozen=True)
+class _Flight:
+    """A step that runs. answers: of all that it touches; leaving: those that were aborted meanwhile."""
+
+    plan: Plan
+    answers: dict[Sequence, _Answer]
+    work: Future[tuple[list[list[int]], dict[Sequence, Chosen]]]
+    leaving: list[Sequence]
 
 
 @dataclass
@@ -77,6 +102,9 @@ class Engine:
         self._loads: dict[Sequence, Load] = {}
         self._lease_ends: dict[str, bytes] = {}  # the trunk's hidden state of each lease's last slot
         self._stalled = False
+        self._flight: _Flight | None = None
+        self._untold: list[_Landed] = []
+        self._thread: ThreadPoolExecutor | None = None
         self.weight_version = "0"
         self._weights = WeightSource(model)
         self._allocate()
@@ -115,7 +143,7 @@ class Engine:
     @property
     def has_work(self) -> bool:
         """Whether a step has something to do. While all wait for pages that other workers hold or send it has not."""
-        return self.scheduler.has_work and not self._stalled
+        return (self.scheduler.has_work and not self._stalled) or bool(self._untold)
 
     def add(self, request: Request) -> None:
         """Accept a request; `step` then gives its deltas.
@@ -150,9 +178,47 @@ class Engine:
         self._stalled = False
 
     # ------------------------------------------------------------------ a step
-    @torch.inference_mode()
     def step(self) -> list[Delta]:
         """Schedule, run, commit. What it gave; nothing if there is nothing to do."""
+        deltas = self.settle()
+        self._begin(None)
+        return deltas + self.settle()
+
+    def advance(self, landed: Callable[[], None] | None = None) -> list[Delta]:
+        """Take in the step that runs, waiting for it if need be, begin the next one, and say what the former gave.
+
+        Args:
+            landed: called, in any thread, when the step that begins here has run and `advance` would not wait.
+        """
+        done, self._untold = self._untold + self._land(), []
+        if self._begin(landed):
+            self.scheduler.prepare()
+        return [self._delta(one) for one in done]
+
+    def settle(self) -> list[Delta]:
+        """Wait for the step that runs, if any. What it gave, and what else was not told."""
+        done, self._untold = self._untold + self._land(), []
+        return [self._delta(one) for one in done]
+
+    @property
+    def overlap(self) -> bool:
+        """Whether `advance` is to be used."""
+        return self.config.overlap
+
+    @property
+    def flying(self) -> bool:
+        """Whether a step runs, so that `advance` would wait."""
+        return self._flight is not None and not self._flight.work.done()
+
+    def close(self) -> None:
+        """End the thread in which steps run. The engine can be used again."""
+        self._untold += self._land()
+        if self._thread is not None:
+            self._thread.shutdown()
+            self._thread = None
+
+    def _begin(self, landed: Callable[[], None] | None) -> bool:
+        """Plan, and run: in another thread if `landed` is given. False if there is nothing to run."""
         plan = self.scheduler.plan()
         for copy in plan.copies:
             self.cache.copy(copy.kind, copy.source, copy.target)
@@ -160,18 +226,32 @@ class Engine:
             self._begin_load(item, source)
         self._stalled = not plan.items
         if not plan.items:
-            return []
-        drafts, hidden, logits = self._run(plan)
-        chosen = self._choose(plan, drafts, hidden, logits)
-        return self._commit(plan, drafts, chosen)
+            return False
+        answers = {a: self._answers[a] for item in plan.items for a in (item.sequence, *item.answers)}
+        if landed is None:
+            work: Future[tuple[list[list[int]], dict[Sequence, Chosen]]] = Future()
+            work.set_result(self._work(plan, answers))
+        else:
+            if self._thread is None:
+                self._thread = ThreadPoolExecutor(1, "model")
+            work = self._thread.submit(self._work, plan, answers)
+            work.add_done_callback(lambda _: landed())
+        self._flight = _Flight(plan, answers, work, [])
+        return True
 
-    def _run(self, plan: Plan) -> tuple[list[list[int]], list[Tensor], Tensor | None]:
+    @torch.inference_mode()
+    def _work(self, plan: Plan, answers: dict[Sequence, _Answer]) -> tuple[list[list[int]], dict[Sequence, Chosen]]:
+        """The part of a step that needs the model. What others may change meanwhile it has from its arguments only."""
+        drafts, hidden, logits = self._run(plan, answers)
+        return drafts, self._choose(plan, answers, drafts, hidden, logits)
+
+    def _run(self, plan: Plan, answers: dict[Sequence, _Answer]) -> tuple[list[list[int]], list[Tensor], Tensor | None]:
         """Drafts of each item, the trunk's hidden states of its slots, [slots, D], and, where the step was recorded,
         the logits of all of them."""
         items = plan.items
         drafts: list[list[int]] = [[] for _ in items]
         if self._drafter is not None:
-            drafts = self._drafter.propose(items, [self._answers[item.sequence].state for item in items])
+            drafts = self._drafter.propose(items, [answers[item.sequence].state for item in items])
         runs = [Run(item.pages, item.start, item.slots) for item in items]
         ids = [i.sequence.ids[i.start : i.start + i.count] + d for i, d in zip(items, drafts, strict=True)]
         recorded = None
@@ -188,12 +268,17 @@ class Engine:
         return drafts, hidden, None if recorded is None else recorded[1]
 
     def _choose(
-        self, plan: Plan, drafts: list[list[int]], hidden: list[Tensor], logits: Tensor | None
+        self,
+        plan: Plan,
+        known: dict[Sequence, _Answer],
+        drafts: list[list[int]],
+        hidden: list[Tensor],
+        logits: Tensor | None,
     ) -> dict[Sequence, Chosen]:
         """What every answer gets: of the rows after an item's last id and after each of its drafts."""
         answers, ahead, rows = [], [], []
         for item, tried, hidden_TD in zip(plan.items, drafts, hidden, strict=True):
-            self._score_prompt(item, hidden_TD)
+            self._score_prompt(item, known[item.sequence].prompt_info, hidden_TD)
             for answer in item.answers:
                 answers.append(answer)
                 ahead.append(tried)
@@ -202,15 +287,14 @@ class Engine:
             return {}
         if logits is None:
             logits = self.model.lm_head(torch.cat(rows))
-        chosen = self._sampler.choose(logits, [self._answers[answer].state for answer in answers], ahead)
+        chosen = self._sampler.choose(logits, [known[answer].state for answer in answers], ahead)
         return dict(zip(answers, chosen, strict=True))
 
-    def _score_prompt(self, item: Item, hidden_TD: Tensor) -> None:
+    def _score_prompt(self, item: Item, info: list[TokenInfo | None], hidden_TD: Tensor) -> None:
         """Log-probabilities of a prompt's ids, for whoever wants them."""
         sequence, top = item.sequence, item.sequence.request.params.prompt_logprobs
         if top is None or sequence.decoding or sequence.generated:
             return
-        info = self._answers[sequence].prompt_info
         if item.start == 0:  # also when it begins again, having been preempted
             info[:] = [None]  # nothing comes before the first id
         next_ids = sequence.ids[item.start + 1 : item.start + item.count + 1]
@@ -218,38 +302,52 @@ class Engine:
             part = next_ids[at : at + ROWS_AT_ONCE]
             info += self._sampler.prompt_info(self.model.lm_head(hidden_TD[at : at + len(part)]), part, top)
 
-    def _commit(self, plan: Plan, drafts: list[list[int]], chosen: dict[Sequence, Chosen]) -> list[Delta]:
-        prompt_info = {a: self._answers[i.sequence].prompt_info for i in plan.items for a in i.answers}
-        took = self.scheduler.commit(plan, {a: Outcome(c.ids, c.finish) for a, c in chosen.items()})
-        tried = {a: len(d) for item, d in zip(plan.items, drafts, strict=True) for a in item.answers}
-        deltas = []
+    def _land(self) -> list[_Landed]:
+        """Wait for the step that runs, and commit it."""
+        flight, self._flight = self._flight, None
+        if flight is None:
+            return []
+        drafts, chosen = flight.work.result()
+        took = self.scheduler.commit(flight.plan, {a: Outcome(c.ids, c.finish) for a, c in chosen.items()})
+        each = zip(flight.plan.items, drafts, strict=True)
+        of = {answer: (item.sequence, len(tried)) for item, tried in each for answer in item.answers}
+        landed = []
         for answer in took:
-            got = chosen[answer]
-            if tried[answer]:
-                self.speculation.record(tried[answer], got.accepted)
-            deltas.append(
-                Delta(
-                    answer.request.rid,
-                    answer.index,
-                    got.ids,
-                    info=got.info,
-                    prompt_info=tuple(prompt_info[answer]) if answer.generated == len(got.ids) else (),
-                    finish=got.finish,
-                    trim=got.trim,
-                    prompt_tokens=answer.prompt_tokens,
-                    cached_tokens=answer.cached,
-                    drafted=tried[answer],
-                    accepted=got.accepted,
-                    weight_version=answer.oldest_version or self.weight_version,
-                )
-            )
+            got, (reader, drafted) = chosen[answer], of[answer]
+            if drafted:
+                self.speculation.record(drafted, got.accepted)
+            first = answer.generated == len(got.ids)
+            prompt_info = tuple(flight.answers[reader].prompt_info) if first else ()
+            landed.append(_Landed(answer, got, drafted, prompt_info))
             if got.finish is not None:
                 if answer.request.rid in self.scheduler.leases and self._drafter is not None:
                     self._lease_ends[answer.request.rid] = self._drafter.state_at_end(answer)
                 self._close(answer)
-        return deltas
+        for answer in flight.leaving:
+            self._close(answer)
+        return landed
+
+    def _delta(self, landed: _Landed) -> Delta:
+        answer, got = landed.answer, landed.chosen
+        return Delta(
+            answer.request.rid,
+            answer.index,
+            got.ids,
+            info=got.info,
+            prompt_info=landed.prompt_info,
+            finish=got.finish,
+            trim=got.trim,
+            prompt_tokens=answer.prompt_tokens,
+            cached_tokens=answer.cached,
+            drafted=landed.drafted,
+            accepted=got.accepted,
+            weight_version=answer.oldest_version or self.weight_version,
+        )
 
     def _close(self, sequence: Sequence) -> None:
+        if self._flight is not None and sequence in self._flight.answers:
+            self._flight.leaving.append(sequence)
+            return
         self._answers.pop(sequence, None)
         if self._drafter is not None:
             self._drafter.forget(sequence)
@@ -303,7 +401,9 @@ class Engine:
 
     # ------------------------------------------------------------------ between steps
     def pause(self, mode: PauseMode) -> None:
-        """Prepare for a time without steps; `retract` gives all pages back, ids are kept."""
+        """Prepare for a time without steps; `retract` gives all pages back, ids are kept. What the last step gave
+        `settle` tells, or the next step."""
+        self._untold += self._land()
         if mode == "retract":
             self._end_loads()
             self.scheduler.retract_all()
@@ -325,6 +425,7 @@ class Engine:
         Raises:
             UserError: they cannot be read or do not fit.
         """
+        self._untold += self._land()
         self._weights.apply(update)
         self._end_loads()
         before, self.weight_version = self.weight_version, update.weight_version or self.weight_version

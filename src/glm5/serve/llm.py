@@ -142,8 +142,9 @@ class LLM:
             raise UserError(f"prompts: {prompt!r} is no prompt", "Give texts, or sequences of ids") from None
 
     def _deltas(self, rids: set[str]) -> Iterator[Delta]:
+        step = (lambda: self.engine.advance(_nothing)) if self.engine.overlap else self.engine.step
         while self.engine.has_work:
-            for delta in self.engine.step():
+            for delta in step():
                 if delta.rid in rids:
                     yield delta
 
@@ -153,3 +154,7 @@ class LLM:
             ids = ids[:-1]
         text = self.tokenizer.decode(ids, skip_control=True)
         answer.text = text[: len(text) - answer.trim]
+
+
+def _nothing() -> None:
+    """Whoever calls `advance` again at once need not be told that a step has run."""

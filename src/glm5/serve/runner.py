@@ -1,8 +1,9 @@
 """Runs an engine in a thread of its own and speaks asyncio to the server: the in-process `Backend`.
 
 The thread alone touches the engine. What the server wants arrives as commands in one queue, carried out between two
-steps; what a step yields goes back to the event loop in one call. An engine that raises `RequestFailed` loses those
-requests; any other exception ends them all, and `failure` says why. Read next: `http.app`.
+steps, or, with an engine that overlaps, while one runs. What a step yields goes back to the event loop in one call, when
+the next one has begun. An engine that raises `RequestFailed` loses those requests; any other exception ends them all,
+and `failure` says why. Read next: `http.app`.
 """
 
 from __future__ import annotations
@@ -37,7 +38,8 @@ class Engine(Protocol):
     """What the runner drives. Every method is called from its thread.
 
     `abort` ends a request without a word: the runner itself tells the waiting side. `pause` with mode keep or retract
-    prepares for a time without steps.
+    prepares for a time without steps. Either `step` is called, or, where `overlap` says so, `advance` and `settle`,
+    with the other methods in between, also while a step runs (`flying`).
     """
 
     vocab_size: int
@@ -45,12 +47,18 @@ class Engine(Protocol):
     weight_version: str
 
     @property
+    def overlap(self) -> bool: ...
+    @property
     def has_work(self) -> bool: ...
+    @property
+    def flying(self) -> bool: ...
     def check(self, request: Request) -> int: ...
     def return_lease(self, name: str) -> None: ...
     def add(self, request: Request) -> None: ...
     def abort(self, rid: str) -> None: ...
     def step(self) -> list[Delta]: ...
+    def advance(self, landed: Callable[[], None] | None = None) -> list[Delta]: ...
+    def settle(self) -> list[Delta]: ...
     def pause(self, mode: PauseMode) -> None: ...
     def resume(self) -> None: ...
     def flush_cache(self) -> bool: ...
@@ -283,7 +291,11 @@ class Runner:
         self._end(list(self._open), Finish("error", message=self._failure or "the server is stopping"))
 
     def _may_step(self) -> bool:
-        return self._paused in (None, "wait") and self._engine.has_work
+        return self._paused in (None, "wait") and self._engine.has_work and not self._engine.flying
+
+    def _wake(self) -> None:
+        """A step has run: `_obey` need not wait any more. From any thread."""
+        self._commands.put(lambda: None)
 
     def _obey(self) -> bool:
         """Carry out every command that is there; with nothing else to do, wait for one. False ends the thread."""
@@ -300,13 +312,16 @@ class Runner:
 
     def _step(self) -> None:
         try:
-            deltas = self._engine.step()
+            deltas = self._engine.advance(self._wake) if self._engine.overlap else self._engine.step()
         except RequestFailed as error:
             for rid in error.rids:
                 self._engine.abort(rid)
             self._end(list(error.rids), Finish("error", message=str(error)))
             return
         self._steps += 1
+        self._tell(deltas)
+
+    def _tell(self, deltas: list[Delta]) -> None:
         told = []
         for delta in deltas:
             one = self._open.get(delta.rid)
@@ -351,6 +366,7 @@ class Runner:
             self._abort(None)
         if mode != "wait":
             self._engine.pause(mode)
+            self._tell(self._engine.settle())
         self._paused = mode
 
     def _resume(self) -> None:

@@ -192,6 +192,19 @@ class Scheduler:
                     left -= item.slots
         return Plan(self.pool.take_copies(), tuple(items), self.take_loads())
 
+    def prepare(self) -> None:
+        """Find pages for the next step while one is in flight, as far as that takes them from nobody, so that the next
+        `plan` has little left to do."""
+        for sequence in self.running:
+            item = sequence.item
+            if item is not None and item.answers and sequence.state == "running":
+                end = min(item.start + item.slots + 1 + self.drafts, sequence.limit - 1)
+                wanted = self.pool.pages_for(end) - len(sequence.pages)
+                if wanted > 0 and self._can_spare(wanted):
+                    sequence.pages += self._allocate(wanted) or ()
+        while self.waiting and self._enter(self.waiting[0]):
+            pass
+
     def commit(self, plan: Plan, outcomes: Mapping[Sequence, Outcome]) -> list[Sequence]:
         """Take in what a plan gave.
 
