@@ -154,7 +154,7 @@ def test_orders_that_cannot_be() -> None:
 
 @pytest.mark.parametrize("every", [0, 1, 2])
 @pytest.mark.parametrize(("name", "each"), [*GRID, ("dualpipev", 2), ("interleaved", 4)])
-def test_two_stages_at_most_hold_full_gradients(name: str, each: int, every: int) -> None:
+def test_reductions_leave_two_stages_with_full_gradients(name: str, each: int, every: int) -> None:
     ranks, micro = 2, 8
     for order in orders(name, ranks, ranks * each, micro).values():
         holding: set[int] = set()
@@ -170,7 +170,7 @@ def test_two_stages_at_most_hold_full_gradients(name: str, each: int, every: int
                 added[stage] += kind in "BW"
             most = max(most, len(holding))
         assert not holding  # all that was added up was reduced
-        assert most == min(2, each) if every == 0 else 1 <= most <= min(2, each)
+        assert most == each if every == 0 else 1 <= most <= min(2, each)
         assert [a for a in added.values() if a] == [micro] * each
         if every and each < 3:  # without evictions, exactly so many
             assert seen == each * micro // every
@@ -180,3 +180,4 @@ def test_gradient_bytes() -> None:
     found = gradient_bytes([100, 60, 90], data_ranks=4)
     assert found.full == 4 * 190
     assert found.shards == 4 * (25 + 15 + 23)
+    assert gradient_bytes([100, 60, 90], data_ranks=4, zero2=False).full == 4 * 250

@@ -53,8 +53,8 @@ def build(
         model: the same whole model on every rank, `requires_grad` as it will be. It is taken apart: use the pipeline.
         layout: as text or made; by default balanced for `stages_per_rank` stages on every pipeline rank.
         schedule: a key of `schedule.SCHEDULES`.
-        reduce_every: pipeline ZeRO-2: with FSDP, reduce a stage's gradients into shards after so many micro-batches; 0
-            is after the last. Two stages of a rank at most hold full gradients, whatever it is.
+        reduce_every: pipeline ZeRO-2: with FSDP, reduce a stage's gradients into shards after so many micro-batches,
+            and let two stages of a rank at most hold full ones. 0 is off: they are reduced after the last.
         offload: which micro-batches' activations wait in host memory; see `offload.chosen`.
         recompute: parts of layers that run again in the backward pass; see `recompute.PARTS`.
         count_activations: keep count of their bytes (`Pipeline.activations`) also without offloading.

@@ -136,10 +136,11 @@ def computations(order: Sequence[Any]) -> list[tuple[str, int, int]]:
 
 
 def with_reductions(order: Sequence[Any], every: int) -> list[Any]:
-    """A rank's order with gradient reductions put in, such that two of its stages at most hold full gradients.
+    """A rank's order with gradient reductions put in: at 0 after each stage's last micro-batch, else pipeline ZeRO-2.
 
-    A stage's gradients are reduced after each `every` of its micro-batches (0: only after the last), and where a third
-    stage is about to begin, those of the stage that was used longest ago. Source: report section 2.4.1.
+    That reduces a stage's gradients after each `every` of its micro-batches, and where a third stage is about to begin,
+    those of the stage that was used longest ago: two of a rank's stages at most hold full gradients. Source: report
+    section 2.4.1.
     """
     from glm5.parallel.compat import Action, Kind
 
@@ -156,7 +157,7 @@ def with_reductions(order: Sequence[Any], every: int) -> list[Any]:
         for part in worked:
             if part.stage_index in holding:
                 holding.remove(part.stage_index)
-            elif len(holding) == FULL_BUFFERS:
+            elif every and len(holding) == FULL_BUFFERS:
                 out.append(Action(holding.pop(0), Kind.REDUCE_GRAD, None))
             holding.append(part.stage_index)
         out.append(action)

@@ -159,11 +159,11 @@ class GradientBytes:
     shards: int
 
 
-def gradient_bytes(parameters: Sequence[int], data_ranks: int, size: int = 4) -> GradientBytes:
-    """Pipeline ZeRO-2: of the stages of one rank two hold full gradients at most, and each keeps 1 / `data_ranks`.
+def gradient_bytes(parameters: Sequence[int], data_ranks: int, size: int = 4, *, zero2: bool = True) -> GradientBytes:
+    """With pipeline ZeRO-2 two stages of a rank hold full gradients at most, else all; each keeps 1 / `data_ranks`.
 
     Args:
         parameters: trainable ones of each stage of the rank. size: bytes of an element while it is added up.
     """
-    largest = sorted(parameters, reverse=True)[:FULL_BUFFERS]
+    largest = sorted(parameters, reverse=True)[: FULL_BUFFERS if zero2 else None]
     return GradientBytes(size * sum(largest), size * sum(-(-n // data_ranks) for n in parameters))

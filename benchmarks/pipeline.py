@@ -1,0 +1,330 @@
+"""Pipeline parallelism on GPUs of one host: schedules, where MTP stands, pipeline ZeRO-2, offloading, recomputation.
+
+    torchrun --nproc-per-node 2 benchmarks/pipeline.py [--parts check,schedules,placement,memory,zero2]
+                               [--layers 12] [--experts 48] [--queries 4096] [--micro 8] [--json FILE]
+
+The model has `mini`'s widths. A step is forward and backward passes of random rows, MTP at three depths, without the
+optimizer. Times of computations are CUDA events on the stream that computes (waiting for a receive is not in them), so
+busy time is theirs, the bubble is the rest, and the prediction is `simulate` with these times. Memory is
+`max_memory_allocated` over a step, per rank. "check" compares gradients, fp32, with those of one process.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import time
+import traceback
+from collections import defaultdict
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from glm5.model.config import ModelConfig
+from glm5.model.glm5 import GLM5
+from glm5.model.presets import mini
+from glm5.model.trace import Aux
+from glm5.parallel.compat import gathered_gradient_bytes
+from glm5.parallel.mesh import Mesh, World, open_world
+from glm5.parallel.pipeline.engine import Pipeline, build
+from glm5.parallel.pipeline.layout import PipelineLayout
+from glm5.parallel.pipeline.schedule import orders
+from glm5.parallel.pipeline.simulate import Times, gradient_bytes, simulate
+from glm5.parallel.pipeline.stage import Pass, Work
+from glm5.parallel.shard import parallelize
+from glm5.train.losses import language_model_loss
+from glm5.train.rows import Rows
+
+DEPTHS, MIB = 3, 2**20
+
+
+def make_rows(config: ModelConfig, count: int, queries: int, device: torch.device, seed: int = 0) -> list[Rows]:
+    """Micro-batches of one row of one document."""
+    generator = torch.Generator().manual_seed(seed)
+    out = []
+    for _ in range(count):
+        ids = torch.randint(0, config.vocab_size, (1, queries + DEPTHS + 1), generator=generator).to(device)
+        zero = torch.zeros_like(ids)
+        ahead = range(1, DEPTHS + 2)
+        ones = torch.ones(1, queries, device=device)
+        targets = tuple((ids[:, d : d + queries].contiguous(), ones) for d in ahead)
+        out.append(Rows(ids, zero, zero, targets, plain=True))
+    return out
+
+
+def objective(count: int, queries: int) -> Any:
+    tokens = count * queries
+
+    def loss(done: Pass) -> Tensor | None:
+        terms = [1e-4 * b / count for b in (*done.trunk.balance_losses, *done.mtp.balance_losses)]
+        if done.head_VD is not None:
+            targets = done.rows.targets[: len(done.hidden)]
+            terms.append(language_model_loss(done.hidden, done.head_VD, targets, mtp_weight=0.3).loss_sum / tokens)
+        return torch.stack(terms).sum() if terms else None
+
+    return loss
+
+
+def make_model(config: ModelConfig, device: torch.device, dtype: torch.dtype) -> GLM5:
+    with torch.device("meta"):
+        model = GLM5(config, seed=None).to(dtype)
+    model = model.to_empty(device=device).train()
+    model.init_weights(0)
+    for buffer in model.buffers():
+        buffer.zero_()
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(".indexer." not in name)
+    return model
+
+
+class Watch:
+    """CUDA events around every computation of a pipeline's stages."""
+
+    def __init__(self, pipeline: Pipeline) -> None:
+        self.events: list[tuple[str, int, int, Any, Any]] = []
+        assert pipeline._runner is not None
+        for stage in pipeline._runner[2]:
+            self._wrap(stage, "forward_one_chunk", lambda _: "F")
+            self._wrap(stage, "backward_one_chunk", lambda options: "B" if options.get("full_backward", True) else "I")
+            self._wrap(stage, "backward_weight_one_chunk", lambda _: "W")
+
+    def _wrap(self, stage: Any, name: str, kind: Any) -> None:
+        plain = getattr(stage, name)
+
+        def timed(micro: int, *args: Any, **options: Any) -> Any:
+            begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+            begin.record()
+            out = plain(micro, *args, **options)
+            end.record()
+            self.events.append((kind(options), stage.stage_index, micro, begin, end))
+            return out
+
+        setattr(stage, name, timed)
+
+    def times(self) -> tuple[dict[tuple[str, int], float], float, float]:
+        """Mean of each kind and stage, busy time and span of this rank, milliseconds."""
+        sums, counts, busy = defaultdict(float), defaultdict(int), 0.0
+        first, last = self.events[0][3], self.events[-1][4]
+        for kind, stage, _, begin, end in self.events:
+            took = begin.elapsed_time(end)
+            sums[kind, stage] += took
+            counts[kind, stage] += 1
+            busy += took
+        span = first.elapsed_time(last)
+        self.events.clear()
+        return {key: sums[key] / counts[key] for key in sums}, busy, span
+
+
+def run(args: argparse.Namespace, world: World, config: ModelConfig, micro: int | None = None, **options: Any) -> dict:
+    """A warm step and two measured ones."""
+    micro = micro or args.micro
+    model = make_model(config, world.device, torch.bfloat16)
+    pipeline = build(model, world, **options)
+    del model
+    torch.cuda.empty_cache()
+    rows = make_rows(config, micro, args.queries, world.device)
+
+    def step() -> None:
+        for _, parameter in pipeline.named_parameters():
+            parameter.grad = None
+        pipeline.step(Work(rows, objective(micro, args.queries), depths=DEPTHS, balance=True))
+
+    step()
+    watch = Watch(pipeline)
+    step()
+    torch.cuda.synchronize()
+    watch.events.clear()
+    torch.cuda.reset_peak_memory_stats()
+    held = torch.cuda.memory_allocated()
+    world.barrier()
+    began = time.perf_counter()
+    step()
+    torch.cuda.synchronize()
+    world.barrier()
+    took = 1e3 * (time.perf_counter() - began)
+    means, busy, span = watch.times()
+    found = world.gather_objects(
+        {
+            "busy_ms": round(busy, 1),
+            "span_ms": round(span, 1),
+            "peak_mib": round(torch.cuda.max_memory_allocated() / MIB),
+            "held_mib": round(held / MIB),
+            "host_mib": round(pipeline.activations.peak_host / MIB) if pipeline.activations else 0,
+            "late": pipeline.activations.late if pipeline.activations else 0,
+            "means": means,
+        }
+    )
+    each: dict[tuple[str, int], float] = {}
+    for other in found:
+        each |= other.pop("means")
+    stages = range(len(pipeline.layout))
+    split = any(kind == "W" for kind, _ in each)
+
+    def times(stage: int) -> Times:
+        whole = each.get(("B", stage))
+        inputs = each.get(("I", stage), whole or 0.0)
+        weights = each.get(("W", stage), 0.0)
+        return Times(each["F", stage], inputs, weights if split and ("W", stage) in each else 0.0)
+
+    played = simulate(orders(pipeline.schedule, world.count("pp"), len(stages), micro), [times(s) for s in stages])
+    busy_all = sum(f["busy_ms"] for f in found)
+    return {
+        "layout": str(pipeline.layout),
+        "step_ms": round(took, 1),
+        "bubble": round(1 - busy_all / len(found) / took, 3),
+        "predicted_ms": round(played.makespan, 1),
+        "predicted_bubble": round(played.bubble, 3),
+        "in_flight": played.in_flight,
+        "stage_ms": {f"{k}{s}": round(v, 1) for (k, s), v in sorted(each.items(), key=lambda x: x[0][::-1])},
+        "ranks": found,
+    }
+
+
+# --------------------------------------------------------------------------- parts
+SCHEDULES = (("1f1b", 1), ("interleaved", 2), ("interleaved", 3), ("zero-bubble", 1), ("zero-bubble", 2), ("zbv", 2))
+
+
+def check(args: argparse.Namespace, world: World) -> Any:
+    """Worst difference of a gradient from one process's, as a share of its largest entry."""
+    config = mini(num_hidden_layers=5, hidden_size=256, vocab_size=512, n_routed_experts=8, dtype="float32")
+    micro, queries = 4, 256
+    rows = make_rows(config, micro, queries, world.device)
+    model = make_model(config, world.device, torch.float32)
+    for i, row in enumerate(rows):
+        trunk, mtp = (Aux(balance=True, valid=row.valid_BT()) for _ in range(2))
+        hidden = [model.hidden(row.input_BT, sparse=False, aux=trunk)]
+        hidden += model.mtp_hidden(hidden[0], row.ids_BS, DEPTHS, sparse=False, aux=mtp)
+        done = Pass(i, row, 1, hidden, model.lm_head.weight, trunk, mtp)
+        objective(micro, queries)(done).backward()
+    wanted = {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
+    out = {}
+    for name, each in (*SCHEDULES, ("dualpipev", 2)):
+        for offload, recompute in (("never", ()), ("far", ("attention",))):
+            own = make_model(config, world.device, torch.float32)
+            pipeline = build(own, world, schedule=name, stages_per_rank=each, offload=offload, recompute=recompute)
+            pipeline.step(Work(rows, objective(micro, queries), depths=DEPTHS, balance=True))
+            torch.cuda.synchronize()
+            worst = max(
+                float((p.grad - wanted[n]).abs().max() / wanted[n].abs().max())
+                for n, p in pipeline.named_parameters()
+                if p.requires_grad
+            )
+            out[f"{name}/{each}/{offload}"] = max(world.gather_objects(worst))
+    return out
+
+
+def schedules(args: argparse.Namespace, world: World) -> Any:
+    config = shape(args)
+    return {
+        f"{n}/{k}": run(args, world, config, schedule=n, stages_per_rank=k) for n, k in (*SCHEDULES, ("dualpipev", 2))
+    }
+
+
+def placement(args: argparse.Namespace, world: World) -> Any:
+    """The MTP block on the stage before the heads', and with them; as many trunk layers on a rank either way."""
+    config, out = shape(args), {}
+    for where in ("before", "last"):
+        layout = PipelineLayout.balanced(config, 2 * world.count("pp"), mtp=where)
+        out[where] = run(args, world, config, layout=layout, schedule="interleaved", stages_per_rank=2)
+    return out
+
+
+def memory(args: argparse.Namespace, world: World) -> Any:
+    """Offloading and recomputation, by a schedule that holds many micro-batches."""
+    config, out = shape(args), {}
+    settings = [(w, r) for w in ("never", "warmup", "far") for r in ((), ("attention",))] + [("never", ("layer",))]
+    for offload, recompute in settings:
+        options = dict(schedule="interleaved", stages_per_rank=3, offload=offload, recompute=recompute)
+        out[f"{offload}/{'+'.join(recompute) or 'none'}"] = run(args, world, config, **options)
+    return out
+
+
+def zero2(args: argparse.Namespace, world: World) -> Any:
+    """Bytes of full gradients with four stages on one pipeline rank and all ranks as data ranks."""
+    config, out = shape(args), {}
+    for every in (0, 4, 1):
+        model = make_model(config, world.device, torch.bfloat16)
+        pipeline = build(
+            model,
+            world,
+            schedule="interleaved",
+            stages_per_rank=4,
+            reduce_every=every,
+            wrap=lambda stage: parallelize(stage, world, reshard=False),
+        )
+        del model
+        rows = make_rows(config, 4, args.queries, world.device, seed=world.rank)
+        work = Work(rows, objective(4 * world.size, args.queries), depths=DEPTHS, balance=True)
+        pipeline.step(work)
+        most, parts = 0, tuple(pipeline.stages.values())
+        assert pipeline._runner is not None
+        for stage in pipeline._runner[2]:
+            plain = stage._after_weights
+
+            def watched(plain: Any = plain, parts: Any = parts) -> None:
+                nonlocal most
+                plain()
+                most = max(most, sum(gathered_gradient_bytes(part) for part in parts))
+
+            stage._after_weights = watched
+        for _, parameter in pipeline.named_parameters():
+            parameter.grad = None
+        torch.cuda.synchronize()
+        torch.cuda.reset_peak_memory_stats()
+        began = time.perf_counter()
+        pipeline.step(Work(rows, work.objective, depths=DEPTHS, balance=True))
+        torch.cuda.synchronize()
+        counts = [sum(p.numel() for p in s.parameters() if p.requires_grad) for s in pipeline.stages.values()]
+        formula = gradient_bytes(counts, world.size, 4, zero2=every > 0)
+        out[every] = {
+            "step_ms": round(1e3 * (time.perf_counter() - began), 1),
+            "full_mib": round(most / MIB),
+            "formula_mib": round(formula.full / MIB),
+            "shards_mib": round(formula.shards / MIB),
+            "peak_mib": round(torch.cuda.max_memory_allocated() / MIB),
+        }
+    return out
+
+
+def shape(args: argparse.Namespace) -> ModelConfig:
+    return mini(num_hidden_layers=args.layers, n_routed_experts=args.experts)
+
+
+PARTS = {"check": check, "schedules": schedules, "memory": memory, "zero2": zero2, "placement": placement}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--parts", default=",".join(PARTS))
+    parser.add_argument("--layers", type=int, default=12)
+    parser.add_argument("--experts", type=int, default=48)
+    parser.add_argument("--queries", type=int, default=4096)
+    parser.add_argument("--micro", type=int, default=8)
+    parser.add_argument("--json", type=Path)
+    args = parser.parse_args()
+    import os
+
+    size, out = int(os.environ["WORLD_SIZE"]), {}
+    for part in args.parts.split(","):
+        with open_world(Mesh(dp=size) if part == "zero2" else Mesh(pp=size), "cuda") as world:
+            began = time.perf_counter()
+            try:
+                out[part] = PARTS[part](args, world)
+            except Exception:
+                out[part] = traceback.format_exc()
+            if world.main:
+                print(f"== {part} ({time.perf_counter() - began:.1f} s)\n{json.dumps(out[part], indent=1)}", flush=True)
+                if args.json:
+                    args.json.write_text(json.dumps(out, indent=1))
+            failed = isinstance(out[part], str)
+            if any(world.gather_objects(failed)) and not failed:
+                break
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()
