@@ -65,6 +65,9 @@ class ContextRows(SharedRows):
         ways: the group, or the groups within and between hosts; None for one rank alone.
         indexed: whether index keys are wanted: not in dense training without an indexer's loss.
 
+    Attributes:
+        tokens: T.
+
     Raises:
         ConfigError: the spans are for another number of ranks, or leave out positions or hold one twice.
     """
@@ -88,7 +91,7 @@ class ContextRows(SharedRows):
             raise ConfigError("spans", list(map(list, spans)), rule)
         device = first_BS.device
         self._ways, self._indexed = ways, indexed
-        self._first_BS, self._tokens = first_BS.long(), tokens
+        self._spans, self._first_BS, self.tokens = spans, first_BS.long(), tokens
         # Ranks' shares are gathered at one length; where each slot is then found.
         self._share = max(len(h) for h in held)
         found = torch.empty(tokens, dtype=torch.int64)
@@ -101,15 +104,20 @@ class ContextRows(SharedRows):
         reach = own[-1][1] if own else 0
         self.visible: SpanVisibility = SpanVisibility(self._first_BS[:, self.slot_T], last_BT, reach, spans=own)
 
+    def of(self, first_BS: Tensor) -> ContextRows:
+        """The same positions of other rows of this length: some of them, or some turned into padding."""
+        return ContextRows(self._spans, first_BS, self._ways, indexed=self._indexed)
+
     def own(self, x_BS: Tensor) -> Tensor:
         """What is held here of a tensor of whole rows, [B, T, …]."""
         return x_BS[:, self.slot_T]
 
     def aux(self, **options: Any) -> Aux:
         """An `Aux` for calls on these rows; `valid`, where given, is of the positions held here."""
-        return Aux(**options, total=self._total)
+        return Aux(**options, total=self.total)
 
-    def _total(self, counts: Tensor) -> Tensor:
+    def total(self, counts: Tensor) -> Tensor:
+        """Counts of sequences, summed over the ranks that share them."""
         if self._ways is None:
             return counts
         counts = counts.clone()
@@ -131,7 +139,7 @@ class ContextRows(SharedRows):
     def ahead(self, depth: int) -> ContextRows:
         """As `SharedRows`."""
         here_BT, there_BT = self._first_BS[:, self.slot_T], self._first_BS[:, self.slot_T + depth]
-        seen_BT = here_BT.masked_fill(here_BT != there_BT, self._tokens)
+        seen_BT = here_BT.masked_fill(here_BT != there_BT, self.tokens)
         other = copy.copy(self)
         other.visible = replace(self.visible, first_BT=seen_BT)
         return other

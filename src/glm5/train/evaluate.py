@@ -17,6 +17,7 @@ import torch
 
 from glm5.data.loader import Batch, TokenDataset
 from glm5.kernels.cross_entropy import linear_logprobs
+from glm5.ledger.compute import training_cost
 from glm5.model.glm5 import GLM5
 from glm5.model.speculate import SpeculationStats
 from glm5.model.trace import Aux
@@ -63,11 +64,11 @@ def held_out(
         ranks: that share the work out; all call this, and all get the sums of all.
     """
     nats, tokens, size, correct = 0.0, 0, 0, 0
-    ranks = ranks or Ranks()
+    ranks, cost = ranks or Ranks(), training_cost(model.config, sparse)
     rows = dataset.rows if max_rows is None else min(max_rows, dataset.rows)
     for batch, counted in _dealt(dataset, rows, rows_at_once, ranks):
-        on = Rows.of(batch, model.device).head(len(batch), counted)
-        hidden_BTD = model.hidden(on.input_BT, documents=on.documents_BT, sparse=sparse)
+        on = ranks.shared(Rows.of(batch, model.device), batch, cost).head(len(batch), counted)
+        hidden_BTD = model.hidden(on.input_BT, documents=on.documents_BT, cache=on.held, sparse=sparse)
         target_BT, weight_BT = on.targets[0]
         out = linear_logprobs(hidden_BTD.flatten(0, 1), model.lm_head.weight, target_BT.flatten(), with_argmax=True)
         counted_N = weight_BT.flatten() > 0
@@ -75,7 +76,8 @@ def held_out(
         tokens += int(counted_N.sum())
         assert out.argmax_N is not None
         correct += int((out.argmax_N == target_BT.flatten())[counted_N].sum())
-        size += int(batch.num_bytes_BT[:counted].sum())
+        num_bytes_BT = torch.from_numpy(batch.num_bytes_BT[:counted])
+        size += int((num_bytes_BT if on.held is None else on.held.own(num_bytes_BT)).sum())
     sums = ranks.sum(torch.tensor([nats, tokens, size, correct], dtype=torch.float64, device=model.device)).tolist()
     return HeldOut(sums[0], *(round(x) for x in sums[1:]))
 

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from glm5.data.loader import Loader
+from glm5.ledger.compute import training_cost
 from glm5.model.glm5 import GLM5
 from glm5.model.moe import Router
 from glm5.model.trace import Aux
@@ -86,6 +87,7 @@ class Trainer:
                     self.optimizer.state[p]["master"] = master
                 elif self.ranks.main:
                     self.resting[role.name] = exact.cpu()
+        self.cost = training_cost(model.config, config.sparse)
         self.routers = [m for m in model.modules() if isinstance(m, Router)]
         self.store = self.ranks.store(self.directory / "checkpoints", config.keep, self._places)
         self.finished_steps = 0
@@ -163,8 +165,9 @@ class Trainer:
         `counts.mtp_rows` rows of the step; its terms are scaled up to all, and averaged over the depths.
         """
         config, model = self.config, self.model
-        aux = Aux(indexer=config.trains_indexer, balance=config.trains_model, valid=rows.valid_BT())
-        hidden = [model.hidden(rows.input_BT, documents=rows.documents_BT, sparse=config.sparse, aux=aux)]
+        aux = Aux(indexer=config.trains_indexer, balance=config.trains_model, valid=rows.valid_BT(), total=rows.total)
+        options: dict[str, Any] = dict(sparse=config.sparse, aux=aux)
+        hidden = [model.hidden(rows.input_BT, documents=rows.documents_BT, cache=rows.held, **options)]
         targets = [rows.targets[0]]
         kept, counted = self.ranks.mtp_rows(counts.mtp_rows, first, len(rows.ids_BS))
         if kept:
@@ -174,8 +177,8 @@ class Trainer:
                 share.ids_BS,
                 config.mtp_depths,
                 documents=share.documents_BS,
-                sparse=config.sparse,
-                aux=aux,
+                cache=share.held,
+                **options,
             )
             for depth in range(1, config.mtp_depths + 1):
                 aux.valid = share.valid_BT(depth)  # read when the depth is asked for
@@ -203,8 +206,9 @@ class Trainer:
     def _rows(self, count: int) -> list[Rows]:
         """This rank's micro-batches of a step of so many rows."""
         numbers = self.ranks.share(self.loader.rows(self.samples, count))
-        size, dataset = self.config.micro_batch, self.loader.dataset
-        return [Rows.of(dataset.batch(numbers[i : i + size]), self.model.device) for i in range(0, len(numbers), size)]
+        size, dataset, device = self.config.micro_batch, self.loader.dataset, self.model.device
+        batches = [dataset.batch(numbers[i : i + size]) for i in range(0, len(numbers), size)]
+        return [self.ranks.shared(Rows.of(b, device), b, self.cost) for b in batches]
 
     def _clip(self) -> float:
         """The gradients' global norm, after scaling them down to `clip`."""
@@ -233,7 +237,7 @@ class Trainer:
     def measure_attention(self, rows: Rows) -> dict[str, Any]:
         """Largest attention logit per layer, and the indexer's recall, in a dense pass over one micro-batch."""
         aux = Aux(indexer=True)
-        self.model.hidden(rows.input_BT, documents=rows.documents_BT, sparse=False, aux=aux)
+        self.model.hidden(rows.input_BT, documents=rows.documents_BT, cache=rows.held, sparse=False, aux=aux)
         found = IndexerFigures(self.model.config.num_hidden_layers)
         found.add(aux.indexer_losses)
         everyone = Totals(0, 0)
@@ -264,7 +268,7 @@ class Trainer:
 
         hooks = [m.register_forward_hook(watch(n)) for n, m in self.model.named_modules() if n]
         try:
-            self.model.hidden(rows.input_BT, documents=rows.documents_BT, sparse=self.config.sparse)
+            self.model.hidden(rows.input_BT, documents=rows.documents_BT, cache=rows.held, sparse=self.config.sparse)
         finally:
             for hook in hooks:
                 hook.remove()

@@ -10,16 +10,20 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from numpy.typing import NDArray
 from rich.console import Console
 from torch import Tensor, nn
 
+from glm5.data.balance import CostModel, context_spans
+from glm5.data.loader import Batch
 from glm5.model.glm5 import GLM5
 from glm5.parallel.mesh import ParallelError, World
 from glm5.train.checkpoint import CheckpointStore
 from glm5.train.config import TrainConfig
+from glm5.train.rows import Rows
 from glm5.utils.errors import ConfigError, UserError
 
 if TYPE_CHECKING:
@@ -119,6 +123,16 @@ class Ranks:
         if self.world is None:
             return items
         return items[self.world.place("dp") :: self.world.count("dp")]
+
+    def shared(self, rows: Rows, batch: Batch, cost: CostModel) -> Rows:
+        """What this rank does of rows whose positions the context-parallel ranks share out by cost."""
+        if self.world is None or self.world.count("cp") == 1:
+            return rows
+        from glm5.parallel.context import ContextRows
+
+        seen_BT = np.maximum(np.arange(1, batch.seq_len + 1) - batch.first_BT, 0)
+        spans = context_spans(cost.queries(seen_BT).sum(0), self.world.count("cp"))
+        return rows.shared(ContextRows(spans, rows.first_BS, self.world.group("cp")))
 
     def mtp_rows(self, rows: int, first: int, count: int) -> tuple[int, int]:
         """Of this rank's rows `first .. first + count - 1` of a step: how many run MTP, and how many of those count.

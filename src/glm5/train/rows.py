@@ -5,7 +5,9 @@ Read next: `loop`; `glm5.data.packing` for what a row is.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -16,6 +18,9 @@ from glm5.model.config import ModelConfig
 from glm5.train.config import TrainConfig
 from glm5.utils.errors import ConfigError, DataError
 
+if TYPE_CHECKING:
+    from glm5.parallel.context import ContextRows
+
 
 @dataclass(frozen=True)
 class Rows:
@@ -24,6 +29,8 @@ class Rows:
     Args:
         targets: (target_BT, weight_BT) of the trunk and of every MTP depth that the slots ahead allow.
         plain: every slot is of one document, which begins with its row.
+        held: the positions that this process holds, where others hold the rest: targets, inputs and what is valid are
+            then of those, while ids and documents are the whole rows'.
     """
 
     ids_BS: Tensor
@@ -31,6 +38,7 @@ class Rows:
     first_BS: Tensor
     targets: tuple[tuple[Tensor, Tensor], ...]
     plain: bool
+    held: ContextRows | None = None
 
     @classmethod
     def of(cls, batch: Batch, device: torch.device) -> Rows:
@@ -45,9 +53,22 @@ class Rows:
             bool((first_BS == 0).all()),
         )
 
+    def shared(self, held: ContextRows) -> Rows:
+        """What this process does of whole rows that others share."""
+        return replace(self, targets=tuple((held.own(t), held.own(w)) for t, w in self.targets), held=held)
+
     @property
     def seq_len(self) -> int:
-        return self.targets[0][0].shape[1]
+        """Queries of a whole row."""
+        return self.targets[0][0].shape[1] if self.held is None else self.held.tokens
+
+    @property
+    def total(self) -> Callable[[Tensor], Tensor] | None:
+        """Sums counts of sequences over the processes that share them; None where each is one process's."""
+        return None if self.held is None else self.held.total
+
+    def _own(self, x_BT: Tensor) -> Tensor:
+        return x_BT if self.held is None else self.held.own(x_BT)
 
     @property
     def tokens(self) -> int:
@@ -58,25 +79,25 @@ class Rows:
         """Queries that have a token `depth` ahead in their own document: all but padding, and at an MTP depth (which
         embeds that token) all but a document's last ones."""
         here_BT = self.document_BS[:, : self.seq_len]
-        return (here_BT >= 0) & (self.document_BS[:, depth : depth + self.seq_len] == here_BT)
+        return self._own((here_BT >= 0) & (self.document_BS[:, depth : depth + self.seq_len] == here_BT))
 
     @property
     def input_BT(self) -> Tensor:
-        return self.ids_BS[:, : self.seq_len]
+        return self._own(self.ids_BS[:, : self.seq_len])
 
     @property
     def documents_BS(self) -> Tensor | None:
         """The slot where each slot's document begins, for `mtp_hidden`; None if all rows are of one document.
 
         Such rows are plainly causal, the fused kernel's case. Rows with padding are not, since the indexer's loss
-        counts every query that sees a key.
+        counts every query that sees a key. Positions held here know their documents.
         """
-        return None if self.plain else self.first_BS
+        return None if self.plain or self.held is not None else self.first_BS
 
     @property
     def documents_BT(self) -> Tensor | None:
         """The same for `hidden`, of the queries."""
-        return None if self.plain else self.first_BS[:, : self.seq_len]
+        return None if self.documents_BS is None else self.first_BS[:, : self.seq_len]
 
     def head(self, rows: int, counted: int | None = None) -> Rows:
         """The first so many rows, of which all after the first `counted` are turned into padding."""
@@ -89,7 +110,8 @@ class Rows:
             document_BS = document_BS.masked_fill(~live, -1)
             past = torch.arange(1, first_BS.shape[1] + 1, device=first_BS.device)
             first_BS, plain = torch.where(live, first_BS, past), False
-        return Rows(self.ids_BS[:rows], document_BS, first_BS, targets, plain)
+        held = None if self.held is None else self.held.of(first_BS)
+        return Rows(self.ids_BS[:rows], document_BS, first_BS, targets, plain, held)
 
 
 def check_stage(config: TrainConfig, model: ModelConfig, dataset: TokenDataset) -> None:

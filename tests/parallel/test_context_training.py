@@ -1,0 +1,67 @@
+"""Training with rows shared among ranks: every stage's step is one process's, evaluation too."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from glm5.parallel.mesh import Mesh, World
+from glm5.train.evaluate import held_out
+from support.parallel import apart, gradients, make
+from support.ranks import run_ranks
+from support.training import dataset
+
+TOLERANCE = 3e-5
+STEPS: dict[str, dict[str, Any]] = {
+    "pretrain": dict(),
+    "warmup": dict(stage="warmup", mtp_depths=1),
+    "sparse": dict(stage="sparse", mtp_share=0.25, micro_batch=1),
+}
+# Of time, and measured on a rank's own rows.
+APART = ("tokens_per_second", "memory_mib", "indexer_kl", "indexer_recall", "attention_logit_max")
+
+
+@pytest.fixture(scope="module")
+def expected(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A directory of tokens, and of what one process makes of each step."""
+    torch.set_num_threads(1)
+    directory = tmp_path_factory.mktemp("one")
+    dataset(directory)
+    for name, options in STEPS.items():
+        of = make(None, directory, f"run-{name}", **options)
+        found, metrics = gradients(of)
+        biases = [r.e_score_correction_bias.clone() for r in of.routers]
+        measured = held_out(make(None, directory, "held").model, of.loader.dataset, sparse=name != "warmup")
+        torch.save((found, metrics, biases, vars(measured)), directory / f"{name}.pt")
+    return directory
+
+
+def _compare(world: World, directory: str) -> list[str]:
+    """What is wrong on this rank, in words."""
+    wrong = []
+    for name, options in STEPS.items():
+        found, metrics, biases, measured = torch.load(f"{directory}/{name}.pt")
+        of = make(world, directory, f"{world.mesh}-{name}", **options)
+        own, figures = gradients(of)
+        wrong += [f"{name}: gradient of {w}" for w in apart(found, own, TOLERANCE)]
+        if not all(map(torch.equal, biases, (r.e_score_correction_bias for r in of.routers))):
+            wrong.append(f"{name}: router biases")
+        for key, value in metrics.items():
+            close = isinstance(value, float) and abs(figures[key] - value) <= 1e-4 * abs(value) + 1e-7
+            if isinstance(value, float) and key not in APART and not close:
+                wrong.append(f"{name}: {key} is {figures[key]}, not {value}")
+        fresh = make(world, directory, f"{world.mesh}-held")
+        again = vars(held_out(fresh.model, of.loader.dataset, sparse=name != "warmup", ranks=fresh.ranks))
+        for key, value in measured.items():
+            if abs(again[key] - value) > 1e-5 * abs(value):
+                wrong.append(f"{name}: held-out {key} is {again[key]}, not {value}")
+    return wrong
+
+
+@pytest.mark.parametrize("mesh", ["cp=2", "dp=2,cp=2", "cp=2,tp=2", "cp=4,ep=2"])
+def test_one_step_equals_one_process(mesh: str, expected: Path) -> None:
+    for rank, wrong in enumerate(run_ranks(Mesh.parse(mesh).size, mesh, _compare, str(expected))):
+        assert not wrong, f"rank {rank}: {wrong[:8]}"
