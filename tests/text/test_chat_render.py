@@ -10,7 +10,15 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from glm5.text import Message, Rendered, ToolCall, messages_from_openai, render, render_for_training
+from glm5.text import (
+    Message,
+    Rendered,
+    ToolCall,
+    messages_from_openai,
+    messages_to_openai,
+    render,
+    render_for_training,
+)
 from glm5.text.chat import fork, forks
 from support.conversations import HOSTILE, bytes_of, conversations, function, ids_of, tokenizer, tools
 
@@ -69,6 +77,29 @@ def show(rendered: Rendered) -> str:
 )
 def test_what_is_learned(messages: list[Message], expected: str) -> None:
     assert show(render(tokenizer(), messages, clear_thinking=False)) == expected
+
+
+@pytest.mark.parametrize(
+    ("weight", "expected"),
+    [
+        ({"reasoning_content": 0}, "<think>r</think>{a<tool_call>ping</tool_call><|observation|>}"),
+        ({"content": 0}, "<think>{r</think>}a{<tool_call>ping</tool_call><|observation|>}"),
+        ({"tool_calls": 0, "content": 1}, "<think>{r</think>a}<tool_call>ping</tool_call>{<|observation|>}"),
+        (
+            dict.fromkeys(("reasoning_content", "content", "tool_calls"), 0),
+            "<think>r</think>a<tool_call>ping</tool_call>{<|observation|>}",
+        ),
+        ({}, "<think>{r</think>a<tool_call>ping</tool_call><|observation|>}"),
+        (0, "<think>r</think>a<tool_call>ping</tool_call><|observation|>"),
+    ],
+)
+def test_segments_of_a_turn_can_be_left_out_of_the_loss(weight: Any, expected: str) -> None:
+    call = {"function": {"name": "ping", "arguments": ""}}
+    turn = {"role": "assistant", "content": "a", "reasoning_content": "r", "tool_calls": [call], "weight": weight}
+    messages = messages_from_openai([{"role": "user", "content": "u"}, turn, {"role": "tool", "content": "1"}])
+    shown = show(render(tokenizer(), messages))
+    assert shown == f"[gMASK]<sop><|user|>u<|assistant|>{expected}<tool_response>1</tool_response>"
+    assert messages_from_openai(messages_to_openai(messages)) == messages
 
 
 def test_a_turn_whose_thinking_is_cleared_is_not_learned() -> None:

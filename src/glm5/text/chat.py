@@ -229,12 +229,14 @@ def _write_assistant(writer: _Writer, message: Message, keep: bool, learned: boo
     """A turn from its text. The prompt gives its first id, whatever that is; the model gives the rest."""
     tokenizer = writer.tokenizer
     if message.reasoning and keep:
+        thought = learned and "reasoning" not in message.unlearned
         writer.special(tokenizer.think_id)
-        writer.text(message.reasoning.strip(), learned)
-        writer.special(tokenizer.end_think_id, learned)
+        writer.text(message.reasoning.strip(), thought)
+        writer.special(tokenizer.end_think_id, thought)
     else:
         writer.special(tokenizer.end_think_id)
-    writer.text(message.content.strip(), learned)
+    writer.text(message.content.strip(), learned and "content" not in message.unlearned)
+    learned = learned and "tool_calls" not in message.unlearned
     for call in message.tool_calls:
         writer.special(tokenizer.tool_call_id, learned)
         writer.text(call.name, learned)

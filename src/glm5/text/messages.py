@@ -15,6 +15,7 @@ from typing import Any, Literal, cast
 from glm5.utils.errors import DataError
 
 Role = Literal["system", "user", "assistant", "tool"]
+Segment = Literal["reasoning", "content", "tool_calls"]
 # OpenAI's newer name of a system message is read as one.
 ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant", "tool": "tool"}
 
@@ -37,6 +38,7 @@ class Message:
         tool_call_id: the call that a tool's message answers. The rendered form has no place for it: results stand in
             the order of their calls.
         trained: False keeps an assistant's turn in the context but out of the loss, as a mistaken step should be.
+        unlearned: segments of a turn that is trained which are kept out of the loss by themselves.
         ids: an assistant's turn as it was sampled: the prompt's last id (`<think>` or `</think>`), then every id that
             the model gave, its stop included. They are rendered instead of the text, so that a conversation grows by
             exact ids, whatever its text would be encoded to.
@@ -48,6 +50,7 @@ class Message:
     tool_calls: tuple[ToolCall, ...] = ()
     tool_call_id: str = ""
     trained: bool = True
+    unlearned: frozenset[Segment] = frozenset()
     ids: tuple[int, ...] = ()
 
 
@@ -71,8 +74,8 @@ def messages_from_openai(raw: object, where: str = "messages") -> list[Message]:
 
     Content is a string, null, or a list of strings and `{"type": "text"}` parts, which are joined. Thinking is read
     from `reasoning_content` or `reasoning`; an assistant's text with `</think>` in it, without them, is split there.
-    Arguments are a JSON string or an object. `weight: 0` keeps an assistant's message out of the loss. Other fields
-    are ignored.
+    Arguments are a JSON string or an object. `weight: 0` keeps an assistant's message out of the loss, and
+    `weight: {"reasoning_content": 0}` a segment of it (or "content", "tool_calls"). Other fields are ignored.
 
     Raises:
         DataError: names the field, its value and the mend.
@@ -122,9 +125,7 @@ def _message(raw: object, where: str) -> Message:
             raise DataError(f"{where}.tool_calls: a message of role {role} has calls", "only an assistant calls tools")
         call_id = _optional_text(item, "tool_call_id", where) if role == "tool" else None
         return Message(cast(Role, ROLES[role]), content, tool_call_id=call_id or "")
-    weight = item.get("weight", 1)
-    if weight not in (0, 1):
-        raise DataError(f"{where}.weight: {_shown(weight)}", "must be 0 (not trained on) or 1")
+    trained, unlearned = _weight(item.get("weight", 1), f"{where}.weight")
     reasoning, other = (_optional_text(item, name, where) for name in ("reasoning_content", "reasoning"))
     if reasoning is None:
         reasoning = other
@@ -133,7 +134,24 @@ def _message(raw: object, where: str) -> Message:
     if reasoning is None:
         reasoning, content = split_thinking(content)
     made = tuple(_call(call, f"{where}.tool_calls[{index}]") for index, call in enumerate(calls))
-    return Message("assistant", content, reasoning, made, trained=bool(weight))
+    return Message("assistant", content, reasoning, made, trained=trained, unlearned=unlearned)
+
+
+_SEGMENTS: dict[str, Segment] = {"reasoning_content": "reasoning", "content": "content", "tool_calls": "tool_calls"}
+
+
+def _weight(raw: object, where: str) -> tuple[bool, frozenset[Segment]]:
+    """Whether a turn is learned, and which segments of it are not."""
+    for name, value in raw.items() if isinstance(raw, Mapping) else ():
+        if name not in _SEGMENTS:
+            raise DataError(f"{where}: {_shown(name)} is no segment", f"The segments are {', '.join(_SEGMENTS)}")
+        if value not in (0, 1):
+            raise DataError(f"{where}.{name}: {_shown(value)}", "must be 0 (not trained on) or 1")
+    if isinstance(raw, Mapping):
+        return True, frozenset(_SEGMENTS[name] for name, value in raw.items() if not value)
+    if raw not in (0, 1):
+        raise DataError(f"{where}: {_shown(raw)}", "must be 0 (not trained on) or 1, or an object of them by segment")
+    return bool(raw), frozenset()
 
 
 def _content(raw: object, where: str) -> str:
@@ -257,4 +275,6 @@ def _to_openai(message: Message) -> dict[str, Any]:
         ]
     if not message.trained:
         made["weight"] = 0
+    elif message.unlearned:
+        made["weight"] = {name: 0 for name, segment in _SEGMENTS.items() if segment in message.unlearned}
     return made
