@@ -77,7 +77,14 @@ def check(response: str, answer: Any, info: Mapping[str, Any]) -> Verdict:
         return judged(False, f"{said!r} cannot be read")
     if gold_unit and said_unit and gold_unit != said_unit:
         return judged(False, f"{said!r} has another unit than {gold!r}")
-    return judged(_equal(expected, found), f"{said!r} for {gold!r}")
+    try:
+        return judged(_equal(expected, found), f"{said!r} for {gold!r}")
+    except Exception as e:  # whatever sympy raises: of the answer's making, unless the expected one does it alone
+        try:
+            _equal(expected, expected)
+        except Exception:
+            return no_verdict(f"the expected answer {gold!r} cannot be compared: {type(e).__name__}")
+        return judged(False, f"{said!r} cannot be compared: {type(e).__name__}")
 
 
 def _equal(expected: Any, found: Any) -> bool:
@@ -86,7 +93,8 @@ def _equal(expected: Any, found: Any) -> bool:
         alone = expected if isinstance(expected, FiniteSet) else found
         if len(alone.args) != 1:
             return False
-    if isinstance(found, sympy.Eq) and not found.free_symbols and not bool(found.doit()):
+    claims = [found] if isinstance(found, sympy.Eq) else [x for x in found.args if isinstance(x, sympy.Eq)]
+    if any(not claim.free_symbols and not bool(claim.doit()) for claim in claims):
         return False  # `13 = 12` is not 12
     if not verify([expected], [found], timeout_seconds=None):
         return False
@@ -101,7 +109,7 @@ def _number(value: Any) -> Any:
     if not isinstance(value, sympy.Expr) or value.free_symbols or value.has(sympy.UnevaluatedExpr):
         return None
     found = sympy.N(value, 30)
-    return found if found.is_real else None
+    return found if found.is_comparable else None
 
 
 def _read(text: str) -> Any:
@@ -130,6 +138,7 @@ def _bare(text: str) -> str:
     r"""Without dollar signs, display marks and a final stop; `\sqrt(2)`, `\mathrm{e}`, `1e3` spelled."""
     text = text.strip().rstrip(".").strip()
     text = re.sub(r"\\[()\[\]]|\\?\$", "", text)
+    text = re.sub(r"(?<![\d.])\d{1,3}(?: \d{3})+(?![ \d])", lambda m: m.group().replace(" ", ""), text)
     text = re.sub(r"(?<![A-Za-z\\])(\d+(?:\.\d+)?)[eE]([+-]?\d+)(?!\w)", r"\1 \\times 10^{\2}", text)
     text = re.sub(r"\\sqrt\s*\(([^()]*)\)", r"\\sqrt{\1}", text)
     text = re.sub(r"\\(?:mathrm|text|textrm)\s*\{\s*([a-zA-Z])\s*\}", r"\1", text)
