@@ -9,6 +9,7 @@ imported torch already, so that a launch costs about a second; still, one launch
 
 from __future__ import annotations
 
+import io
 import multiprocessing
 import tempfile
 import time
@@ -64,7 +65,7 @@ def _collect(pipes: list[Any], timeout: float) -> list[Any]:
         for pipe in ready:
             rank = left[pipe]
             try:
-                ok, value = pipe.recv()
+                ok, value = torch.load(io.BytesIO(pipe.recv_bytes()), weights_only=False)
             except EOFError:
                 raise AssertionError(f"rank {rank} died") from None
             if not ok:
@@ -86,7 +87,14 @@ def _child(
             "gloo", init_method=f"file://{store}", rank=rank, world_size=ranks, timeout=timedelta(seconds=timeout)
         )
         with open_world(Mesh.parse(mesh) if isinstance(mesh, str) else mesh, "cpu") as world:
-            pipe.send((True, check(world, *args)))
+            _send(pipe, (True, check(world, *args)))
         dist.destroy_process_group()
     except BaseException:
-        pipe.send((False, traceback.format_exc()))
+        _send(pipe, (False, traceback.format_exc()))
+
+
+def _send(pipe: Any, value: Any) -> None:
+    # By bytes: torch would hand over shared memory, which ends with this process.
+    buffer = io.BytesIO()
+    torch.save(value, buffer)
+    pipe.send_bytes(buffer.getvalue())

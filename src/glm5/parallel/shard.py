@@ -13,9 +13,8 @@ Source: report section 2.4. Read next: `expert`, `tensor`, `glm5.train.loop`.
 
 from __future__ import annotations
 
-import logging
-
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
@@ -90,13 +89,23 @@ def reshard(model: nn.Module) -> None:
             module.reshard()
 
 
-# It warns of gathers in two steps, which is what gathering a tensor that is cut twice takes.
-logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)
-
-
+@torch.no_grad()
 def whole(t: Tensor) -> Tensor:
-    """All of a tensor, on every rank: a collective where it is a DTensor."""
-    return t.full_tensor() if isinstance(t, DTensor) else t
+    """All of a tensor, bit for bit, on every rank: a collective where it is a DTensor.
+
+    torch's own gather of tensors that are cut twice fails on some meshes in 2.11. This one adds up bytes that are zero
+    everywhere but on the rank that has them.
+    """
+    if not isinstance(t, DTensor):
+        return t
+    shape, offset = compute_local_shape_and_global_offset(t.shape, t.device_mesh, t.placements)
+    own = t.to_local()
+    out = torch.zeros(t.shape, dtype=t.dtype, device=own.device)
+    out[tuple(slice(o, o + n) for o, n in zip(offset, shape, strict=True))] = own
+    for dim, placement in enumerate(t.placements):
+        if not placement.is_replicate() and t.device_mesh.size(dim) > 1:
+            dist.all_reduce(out.view(-1).view(torch.uint8), group=t.device_mesh.get_group(dim))
+    return out
 
 
 def laid_out(t: Tensor, like: DTensor) -> DTensor:

@@ -85,8 +85,8 @@ class Trainer:
                 if p.requires_grad:
                     master = exact if self.holdings is None else self.holdings.laid_out(exact, p)
                     self.optimizer.state[p]["master"] = master
-                elif self.ranks.main:
-                    self.resting[role.name] = exact.cpu()
+                else:  # whole on the main rank, which exports them; a mark on the others
+                    self.resting[role.name] = exact.cpu() if self.ranks.main else exact.new_empty(0)
         self.cost = training_cost(model.config, config.sparse)
         self.routers = [m for m in model.modules() if isinstance(m, Router)]
         self.store = self.ranks.store(self.directory / "checkpoints", config.keep, self._places)
@@ -301,7 +301,7 @@ class Trainer:
             what = f"{found.path} holds another model: {' '.join(str(e).split())[:300]}"
             mend = "Resume with the model it was saved with, or choose another directory"
             raise CheckpointError(what, mend) from None
-        self.optimizer.load_named_state(found.tensors["optimizer"])
+        self.optimizer.load_named_state(found.tensors.get("optimizer", {}))  # before the first step it has no state
         random_tensors = found.tensors["random"]
         if not self.ranks.alone:
             torch.manual_seed(self.config.seed)
