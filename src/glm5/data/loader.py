@@ -29,7 +29,8 @@ class Batch:
     Args:
         ids_BS: int64 token ids; padding holds the end-of-text id, so never tell it by its id.
         document_BS: int32 number of the document in each slot, -1 for padding.
-        loss_BS: whether the slot's token may be a target: not in a document's prefix, nor in padding.
+        loss_BS: whether the slot's token may be a target: not in a document's prefix, nor in padding; of a conversation
+            only what the model gives.
         first_BT: int32 first slot that each query sees; the last is its own. Padding sees nothing (`first > last`).
         position_BT: int32 position for RoPE, from 0 at the beginning of each piece of a document.
         num_bytes_BT: int32 bytes of text in the next token, 0 where that does not count.
@@ -131,7 +132,7 @@ class TokenDataset:
     @property
     def bytes_per_token(self) -> float:
         """Bytes of text for each token that is predicted: what turns a loss into bits per byte."""
-        return self.text_bytes / (self.store.tokens - self.store.prefix_length * len(self.store.names))
+        return self.text_bytes / self.store.targets
 
     def batch(self, rows: Sequence[int] | NDArray[np.int64]) -> Batch:
         """These rows, in this order.
@@ -153,7 +154,7 @@ class TokenDataset:
                 here = slice(slot, slot + count)
                 ids_BS[n, here] = self.store.read(document, start, count)
                 document_BS[n, here] = document
-                loss_BS[n, here] = np.arange(start, start + count) >= self.store.prefix_length
+                loss_BS[n, here] = self.store.learned(document, start, count)
                 slot += count
         first_BT, position_BT = first_and_positions(document_BS[:, :seq_len])
         target_BT, weight_BT = targets_at_depth(ids_BS, document_BS, loss_BS, 1, seq_len)

@@ -5,6 +5,7 @@
     documents.npy      int64 [documents, 2]: tokens, bytes of text
     token-bytes.npy    int32 [vocab]: the bytes of text that each id stands for
     names.json         the documents' ids
+    learned-00000.bin  only where it was given: one byte a token, whether it may be a target
 
 A document is stored as `[gMASK]<sop>`, its text, `<|endoftext|>`, as GLM's prompts open and turns end. A directory
 appears whole or not at all, and a damaged file is named when it is opened. How documents fill rows is decided
@@ -19,6 +20,7 @@ import itertools
 import os
 import shutil
 from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -56,6 +58,21 @@ class TextTokenizer(Protocol):
     def text_bytes_per_id(self) -> list[int]: ...
 
 
+@dataclass(frozen=True)
+class Encoded:
+    """One document to be stored: its ids as they are, and the bytes of text in its targets.
+
+    Args:
+        learned: whether each id may be a target; None is all but the tokenizer's prefix. All documents of a store give
+            it, or none.
+    """
+
+    name: str
+    ids: Sequence[int]
+    num_bytes: int
+    learned: Sequence[bool] | None = None
+
+
 class TokenStore:
     """An opened directory of shards. Documents are numbered in the order in which they were written.
 
@@ -87,8 +104,12 @@ class TokenStore:
             self._shards = [
                 np.memmap(self.directory / shard, dtype=manifest["dtype"], mode="r") for shard in manifest["shards"]
             ]
+            self._learned = [
+                np.memmap(self.directory / shard, dtype=np.bool_, mode="r") for shard in manifest.get("learned", ())
+            ]
         self.lengths: NDArray[np.int64] = table[:, 0]
         self.text_bytes: NDArray[np.int64] = table[:, 1]
+        self.targets: int = manifest.get("targets", self.tokens - self.prefix_length * len(self.names))
         self._starts = np.cumsum(self.lengths) - self.lengths
         self._shard_starts = np.cumsum([0, *map(len, self._shards)])[:-1]
 
@@ -103,9 +124,7 @@ class TokenStore:
         Raises:
             DataError: an id is outside the vocabulary; the shard is named.
         """
-        at = int(self._starts[document]) + start
-        shard = int(np.searchsorted(self._shard_starts, at, side="right")) - 1
-        offset = at - int(self._shard_starts[shard])
+        shard, offset = self._place(document, start)
         ids = self._shards[shard][offset : offset + count].astype(np.int64)
         if count and ids.max() >= self.vocab_size:
             raise DataError(
@@ -114,6 +133,18 @@ class TokenStore:
                 _REMAKE,
             )
         return ids
+
+    def learned(self, document: int, start: int, count: int) -> NDArray[np.bool_]:
+        """Whether each of these ids may be a target."""
+        if not self._learned:
+            return np.arange(start, start + count) >= self.prefix_length
+        shard, offset = self._place(document, start)
+        return np.array(self._learned[shard][offset : offset + count])
+
+    def _place(self, document: int, start: int) -> tuple[int, int]:
+        at = int(self._starts[document]) + start
+        shard = int(np.searchsorted(self._shard_starts, at, side="right")) - 1
+        return shard, at - int(self._shard_starts[shard])
 
 
 def write_tokens(
@@ -134,6 +165,16 @@ def write_tokens(
         FileError: the directory is there already, or cannot be written. Nothing is left behind.
         DataError: there is no text, or the tokenizer gives an id outside its own vocabulary.
     """
+    return write_encoded(_encoded(documents, tokenizer), tokenizer, directory, shard_tokens)
+
+
+def write_encoded(
+    documents: Iterable[Encoded],
+    tokenizer: TextTokenizer,
+    directory: str | Path,
+    shard_tokens: int = 1 << 27,
+) -> TokenStore:
+    """The same for documents that are ids already, such as conversations."""
     directory = Path(directory)
     if directory.exists():
         raise FileError(f"{directory} is there already", "Open it with TokenDataset.open, or choose another path")
@@ -144,7 +185,7 @@ def write_tokens(
             shutil.rmtree(partial)
         partial.mkdir()
         try:
-            _write_files(documents, tokenizer, partial, shard_tokens)
+            _write_files(iter(documents), tokenizer, partial, shard_tokens)
             os.rename(partial, directory)
         except BaseException:
             shutil.rmtree(partial, ignore_errors=True)
@@ -153,33 +194,46 @@ def write_tokens(
     return TokenStore(directory, verify=False)
 
 
-def _write_files(documents: Iterable[Document], tokenizer: TextTokenizer, partial: Path, shard_tokens: int) -> None:
+def _write_files(encoded: Iterator[Encoded], tokenizer: TextTokenizer, partial: Path, shard_tokens: int) -> None:
     dtype = "<u2" if tokenizer.vocab_size <= 1 << 16 else "<u4"
     names: list[str] = []
     table: list[tuple[int, int]] = []
     shards: list[str] = []
+    masks: list[str] = []
     files: dict[str, dict[str, Any]] = {}
-    max_id = 0
-    encoded = _encoded(documents, tokenizer)
+    max_id, targets = 0, 0
     for first in encoded:
         name = f"tokens-{len(shards):05d}.bin"
         digest, tokens = hashlib.sha256(), 0
+        masked = first.learned is not None if not shards else bool(masks)
+        mask: list[NDArray[np.bool_]] = []
         with open(partial / name, "xb") as shard:
             # The chain gives back the document that the outer loop took to see whether there is one.
-            for document, ids in itertools.chain([first], encoded):
-                max_id = max(max_id, max(ids))
-                data = np.array(ids, dtype=dtype).tobytes()
+            for document in itertools.chain([first], encoded):
+                max_id = max(max_id, max(document.ids))
+                data = np.array(document.ids, dtype=dtype).tobytes()
                 digest.update(data)
                 shard.write(data)
-                names.append(document.id)
-                table.append((len(ids), document.num_bytes))
-                tokens += len(ids)
+                flags = document.learned
+                if (flags is not None) != masked or (flags is not None and len(flags) != len(document.ids)):
+                    raise ValueError(f"{document.name}: needs one flag an id in `learned`, like all documents or none")
+                if flags is not None:
+                    mask.append(np.array(flags, dtype=np.bool_))
+                names.append(document.name)
+                table.append((len(document.ids), document.num_bytes))
+                tokens += len(document.ids)
                 if tokens >= shard_tokens:
                     break
             shard.flush()
             os.fsync(shard.fileno())
         shards.append(name)
         files[name] = {"bytes": tokens * np.dtype(dtype).itemsize, "sha256": digest.hexdigest()}
+        if masked:
+            masks.append(f"learned-{len(masks):05d}.bin")
+            joined = np.concatenate(mask)
+            targets += int(joined.sum())
+            write_bytes(partial / masks[-1], joined.tobytes())
+            files[masks[-1]] = {"bytes": len(joined), "sha256": hashlib.sha256(joined.tobytes()).hexdigest()}
     if not names:
         raise DataError("the corpus has no text to tokenize", "Give at least one document that is not empty")
 
@@ -200,12 +254,13 @@ def _write_files(documents: Iterable[Document], tokenizer: TextTokenizer, partia
         "tokens": sum(length for length, _ in table),
         "text_bytes": sum(size for _, size in table),
         "shards": shards,
+        **({"learned": masks, "targets": targets} if masks else {}),
         "files": files,
     }
     write_json(partial / "manifest.json", manifest)
 
 
-def _encoded(documents: Iterable[Document], tokenizer: TextTokenizer) -> Iterator[tuple[Document, list[int]]]:
+def _encoded(documents: Iterable[Document], tokenizer: TextTokenizer) -> Iterator[Encoded]:
     """Documents with their ids, encoded some at a time so that all cores work and memory stays bounded."""
     prefix, end = list(tokenizer.prefix_ids), tokenizer.end_of_text_id
     texts = (document for document in documents if document.text)
@@ -216,7 +271,7 @@ def _encoded(documents: Iterable[Document], tokenizer: TextTokenizer) -> Iterato
                     f"{document.id} got id {max(ids)}, outside the tokenizer's vocabulary of {tokenizer.vocab_size}",
                     "Repair the tokenizer",
                 )
-            yield document, [*prefix, *ids, end]
+            yield Encoded(document.id, [*prefix, *ids, end], document.num_bytes)
 
 
 def _save_array(path: Path, array: NDArray[Any]) -> None:
