@@ -13,6 +13,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from glm5.kernels.dispatch import pick
+
 # Of the quintic x -> a x + b x^3 + c x^5.
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)
 
@@ -53,10 +55,14 @@ def newton_schulz(
     norm_dtype = torch.promote_types(m_BAB.dtype, torch.float32)
     norm = torch.linalg.vector_norm(x, dim=(-2, -1), keepdim=True, dtype=norm_dtype)
     x = (x / (norm + eps)).to(dtype)
-    for _ in range(steps):
-        gram = torch.bmm(x, x.mT)
-        poly = torch.baddbmm(gram, gram, gram, beta=b, alpha=c)
-        x = torch.baddbmm(x, poly, x, beta=a)
+    fast = pick("newton_schulz", x)
+    if fast is not None:
+        x = fast(x, steps, COEFFICIENTS)
+    else:
+        for _ in range(steps):
+            gram = torch.bmm(x, x.mT)
+            poly = torch.baddbmm(gram, gram, gram, beta=b, alpha=c)
+            x = torch.baddbmm(x, poly, x, beta=a)
     x = x.mT if rows > cols else x
     return x.reshape(m_BAB.shape)
 

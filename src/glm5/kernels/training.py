@@ -97,6 +97,13 @@ def linear_cross_entropy(
     )
 
 
+def newton_schulz(x_NAB: Tensor, steps: int, coefficients: tuple[float, float, float]) -> Tensor:
+    """The iteration of `newton_schulz.newton_schulz` on scaled matrices with A <= B."""
+    from glm5.kernels.triton import newton_schulz as kernels
+
+    return kernels.iterate(x_NAB, steps, coefficients)
+
+
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """As `basic.rms_norm`, rounded once: torch's own, whose two fused kernels were faster than ours."""
     return F.rms_norm(x, (x.shape[-1],), weight, eps)
