@@ -119,15 +119,17 @@ def test_index_scores_match_the_oracle(batch: int, queries: int, slots: int) -> 
     assert _error(scores[seen], oracle[seen]) < 1e-3
 
 
-def test_index_select_tiles_agree_with_the_whole() -> None:
-    inputs = _index_inputs(2, 11, 140, seed=7)
+@pytest.mark.parametrize("batch", [1, 2])
+def test_index_select_tiles_agree_with_the_whole(batch: int) -> None:
+    inputs = _index_inputs(batch, 11, 140, seed=7)
 
-    def topk(scores: Tensor, k: int, first: Tensor, last: Tensor) -> Tensor:
+    def topk(scores: Tensor, k: int, first: Tensor, last: Tensor, out: Tensor | None) -> Tensor:
         slot = torch.arange(scores.shape[1], device=scores.device)
         outside = (slot < first[:, None]) | (slot > last[:, None])
-        return stable_topk(scores.masked_fill(outside, -torch.inf), k)
+        chosen = stable_topk(scores.masked_fill(outside, -torch.inf), k)
+        return chosen if out is None else out.copy_(chosen)
 
-    picked = fast.index_select(*inputs, 24, topk=topk, tile_bytes=4 * 2 * 140 * 3)
+    picked = fast.index_select(*inputs, 24, topk=topk, tile_bytes=4 * batch * 140 * 3)
     whole = fast.index_scores(*inputs)
     assert torch.equal(picked, stable_topk(whole.flatten(0, 1), 24).view_as(picked))
 

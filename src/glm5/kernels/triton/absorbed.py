@@ -47,6 +47,20 @@ def _by_head(
         )
 
 
+@triton.jit
+def _beside(
+    x_ptr, out_ptr, x_stride, x_head, out_stride, out_head,
+    H: tl.constexpr, R: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_R: tl.constexpr,
+):  # fmt: skip
+    """out[t, h] = x[t, h], a token a program."""
+    token = tl.program_id(0).to(tl.int64)
+    head = tl.arange(0, BLOCK_H)[:, None]
+    col = tl.arange(0, BLOCK_R)[None, :]
+    real = (head < H) & (col < R)
+    value = tl.load(x_ptr + token * x_stride + head * x_head + col, mask=real)
+    tl.store(out_ptr + token * out_stride + head * out_head + col, value, mask=real)
+
+
 def by_head(x_NHX: Tensor, weight_HXY: Tensor, rope_NHR: Tensor | None = None) -> Tensor:
     """Every head's rows times its own matrix: [N, H, Y], and `rope_NHR` behind, [N, H, Y + R].
 
@@ -64,7 +78,10 @@ def by_head(x_NHX: Tensor, weight_HXY: Tensor, rope_NHR: Tensor | None = None) -
     if tokens > FEW:
         torch.bmm(x_NHX.transpose(0, 1), weight_HXY, out=out[..., :columns].transpose(0, 1))
         if rope_NHR is not None:
-            out[..., columns:] = rope_NHR
+            _beside[(tokens,)](
+                rope_NHR, out[..., columns:], rope_NHR.stride(0), rope_NHR.stride(1), out.stride(0), out.stride(1),
+                H=heads, R=rotary, BLOCK_H=triton.next_power_of_2(heads), BLOCK_R=triton.next_power_of_2(rotary),
+            )  # fmt: skip
         return out
     block_x, block_y = 64, 128
     if width % block_x or columns % block_y or rotary & (rotary - 1):

@@ -156,29 +156,31 @@ def index_select(
     last_BT: Tensor,
     k: int,
     *,
-    topk: Callable[[Tensor, int, Tensor, Tensor], Tensor],
+    topk: Callable[..., Tensor],
     scores: Callable[..., Tensor] = index_scores,
     pages: Pages | None = None,
     tile_bytes: int = 2**28,
 ) -> Tensor:
     """Score and select tile by tile of queries: int32 [B, T, min(k, S)], ascending, -1 padded. S as in `index_scores`.
 
-    Scores of at most `tile_bytes` exist at a time. `topk(scores, k, first, last)` is a stable top-k that reads only the
-    slots inside the bounds; `scores` is called like `index_scores`.
+    Scores of at most `tile_bytes` exist at a time. `topk(scores, k, first, last, out=…)` is a stable top-k that reads
+    only the slots inside the bounds and writes to `out` if there is one; `scores` is called like `index_scores`.
     """
     batch, queries = first_BT.shape
     slots = k_BSI.shape[1] if pages is None else pages.table_BP.shape[1] * pages.size
     tile = min(queries, max(1, tile_bytes // (4 * batch * max(1, slots))))
     if tile >= queries:
         scored = scores(q_BTJI, w_BTJ, k_BSI, first_BT, last_BT, fill=False, pages=pages)
-        chosen = topk(scored.flatten(0, 1), k, first_BT.flatten(), last_BT.flatten())
+        chosen = topk(scored.flatten(0, 1), k, first_BT.flatten(), last_BT.flatten(), out=None)
         return chosen.view(batch, queries, -1)
     picked = torch.empty(batch, queries, min(k, slots), dtype=torch.int32, device=q_BTJI.device)
     for start in range(0, queries, tile):
         part = slice(start, min(start + tile, queries))
         first, last = first_BT[:, part].contiguous(), last_BT[:, part].contiguous()
         scored = scores(q_BTJI[:, part], w_BTJ[:, part], k_BSI, first, last, fill=False, pages=pages)
-        chosen = topk(scored.flatten(0, 1), k, first.flatten(), last.flatten())
+        place = picked[0, part] if batch == 1 else None
+        chosen = topk(scored.flatten(0, 1), k, first.flatten(), last.flatten(), out=place)
         del scored  # so that the next tile's take its place
-        picked[:, part] = chosen.view(batch, -1, chosen.shape[-1])
+        if place is None:
+            picked[:, part] = chosen.view(batch, -1, chosen.shape[-1])
     return picked

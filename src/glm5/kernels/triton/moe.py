@@ -195,7 +195,10 @@ def grouped_swiglu(
     pair = torch.empty(pairs, dtype=torch.int32, device=x_ND.device)
     hidden = x_ND.new_empty(pairs, inner)
     part = x_ND.new_empty(pairs, width)
-    _count[(1,)](expert_NM, offset, cursor, pairs, E=experts, P=padded, CHUNK=1024, num_warps=8)
+    chunk = 1024 if pairs <= 4096 else 8192
+    _count[(1,)](
+        expert_NM, offset, cursor, pairs, E=experts, P=padded, CHUNK=chunk, num_warps=8 if chunk == 1024 else 16
+    )
     _scatter[(triton.cdiv(pairs, 256),)](expert_NM, cursor, pair, pairs, CHUNK=256)
     most = min(pairs, pairs // block_m + experts)  # tiles of tokens, each expert's last one partly filled
     _gate_up[(triton.cdiv(inner, first[1]), most)](

@@ -96,10 +96,11 @@ def router(
         x_ND: bf16, contiguous columns. weight_ED: fp32, contiguous.
     """
     (tokens, width), experts = x_ND.shape, weight_ED.shape[0]
-    block_t = min(64, max(16, triton.next_power_of_2(tokens)))
-    block_e, block_d = (64, 64) if tokens <= SHARES_UP_TO else (128, 64)
+    few = tokens <= SHARES_UP_TO
+    block_t = min(64, max(16, triton.next_power_of_2(tokens))) if few else 128
+    block_e, block_d = (64, 64) if few else (128, 64)
     steps = triton.cdiv(width, block_d)
-    if tokens <= SHARES_UP_TO:
+    if few:
         steps = triton.cdiv(
             steps, max(1, min(16, 128 // (triton.cdiv(tokens, block_t) * triton.cdiv(experts, block_e))))
         )
@@ -108,7 +109,8 @@ def router(
     if tokens:
         _logits[(triton.cdiv(tokens, block_t), triton.cdiv(experts, block_e), shares)](
             x_ND, weight_ED, parts, tokens, width, x_ND.stride(0),
-            E=experts, STEPS=steps, BLOCK_T=block_t, BLOCK_E=block_e, BLOCK_D=block_d, num_warps=4, num_stages=3,
+            E=experts, STEPS=steps, BLOCK_T=block_t, BLOCK_E=block_e, BLOCK_D=block_d,
+            num_warps=4 if few else 8, num_stages=3,
         )  # fmt: skip
     return _choose(parts, bias_E, top_k, normalise, scaling)
 
