@@ -9,7 +9,7 @@ from torch.distributed.tensor import DTensor
 
 from glm5.kernels.cross_entropy import linear_cross_entropy, linear_logprobs
 from glm5.parallel.shard import whole
-from glm5.parallel.vocab import Vocabulary, head_rows, split_head
+from glm5.parallel.vocab import Vocabulary, divided_head, split_head
 from glm5.train.losses import language_model_loss
 from glm5.utils.errors import ConfigError, DataError
 from support.ranks import run_ranks
@@ -133,7 +133,7 @@ def _main_and_mtp_heads(world):
         trunk = model.hidden(ids[:, :30], sparse=True)
         hidden = [trunk, *model.mtp_hidden(trunk, ids, 2)]
         options = {} if vocabulary is None else {"cross_entropy": vocabulary.cross_entropy}
-        head = model.lm_head.weight if vocabulary is None else head_rows(model)
+        head = model.lm_head.weight if vocabulary is None else divided_head(model.lm_head)[0]
         loss = language_model_loss(hidden, head, targets, mtp_weight=0.3, **options)
         loss.loss_sum.backward()
         grads = {n: whole(p.grad).clone() for n, p in model.named_parameters() if p.grad is not None}
@@ -141,6 +141,7 @@ def _main_and_mtp_heads(world):
         (logits * torch.arange(320)).sum().backward()
         again = model.model.norm.weight.grad.clone()
         found.append((loss, grads, logits.detach(), again))
+        assert (divided_head(model.lm_head) is None) == (not divided)
         if divided:
             assert isinstance(model.lm_head.weight, DTensor)
             assert model.lm_head.weight.to_local().shape == (320 // world.size, 48)

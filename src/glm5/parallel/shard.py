@@ -29,6 +29,7 @@ from glm5.model.mtp import MTPBlock
 from glm5.parallel.expert import SpreadExperts, spread_experts
 from glm5.parallel.mesh import World
 from glm5.parallel.tensor import ShardedMLA, split_tensors
+from glm5.parallel.vocab import split_head
 
 
 def parallelize(model: GLM5, world: World, *, reshard: bool = True) -> GLM5:
@@ -45,6 +46,7 @@ def parallelize(model: GLM5, world: World, *, reshard: bool = True) -> GLM5:
     """
     world.mesh.check_model(model.config)
     split_tensors(model, world)
+    split_head(model, world)
     spread_experts(model, world)
     for module in list(model.modules()):
         if isinstance(module, MLA) and not isinstance(module, ShardedMLA):

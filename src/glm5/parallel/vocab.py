@@ -299,6 +299,6 @@ def split_head(model: GLM5, world: World) -> Vocabulary | None:
     return head.vocabulary
 
 
-def head_rows(model: GLM5) -> Tensor:
-    """This rank's rows of the head, as `Vocabulary.cross_entropy` wants them."""
-    return local(model.lm_head.weight)
+def divided_head(head: nn.Module) -> tuple[Tensor, Vocabulary] | None:
+    """This rank's rows of a model's `lm_head` and how it is divided; None where it is whole."""
+    return (local(head.weight), head.vocabulary) if isinstance(head, VocabularyLinear) else None

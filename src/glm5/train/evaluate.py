@@ -16,7 +16,6 @@ import numpy as np
 import torch
 
 from glm5.data.loader import Batch, TokenDataset
-from glm5.kernels.cross_entropy import linear_logprobs
 from glm5.ledger.compute import training_cost
 from glm5.model.glm5 import GLM5
 from glm5.model.speculate import SpeculationStats
@@ -70,7 +69,8 @@ def held_out(
         on = ranks.shared(Rows.of(batch, model.device), batch, cost).head(len(batch), counted)
         hidden_BTD = model.hidden(on.input_BT, documents=on.documents_BT, cache=on.held, sparse=sparse)
         target_BT, weight_BT = on.targets[0]
-        out = linear_logprobs(hidden_BTD.flatten(0, 1), model.lm_head.weight, target_BT.flatten(), with_argmax=True)
+        weight, head = ranks.head(model)
+        out = head.logprobs(hidden_BTD.flatten(0, 1), weight, target_BT.flatten(), with_argmax=True)
         counted_N = weight_BT.flatten() > 0
         nats -= float(out.logprobs_N[counted_N].double().sum())
         tokens += int(counted_N.sum())
