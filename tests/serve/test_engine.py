@@ -15,7 +15,7 @@ from safetensors.torch import save
 from glm5.model.generate import generate
 from glm5.model.glm5 import GLM5
 from glm5.model.weights import disk_tensors, save_model
-from glm5.serve.client import WeightUpdate
+from glm5.serve.client import Unavailable, WeightUpdate
 from glm5.serve.config import EngineConfig
 from glm5.serve.engine import Engine
 from glm5.serve.llm import Answer
@@ -285,6 +285,64 @@ def test_weights_that_do_not_fit_change_nothing(model: GLM5, tmp_path: Path) -> 
     with pytest.raises(UserError, match="another model's configuration"):
         engine.update_weights(WeightUpdate("disk", path=str(tmp_path)))
     assert engine.checksum() == before
+
+
+# --------------------------------------------------------------------------- memory
+def held(engine: Engine) -> int:
+    """Bytes of weights and of pages on the device."""
+    tensors = [*engine.model.state_dict().values(), *engine._pages()]
+    return sum(t.untyped_storage().nbytes() for t in tensors)
+
+
+@pytest.mark.parametrize("drafts", [0, 3])
+def test_memory_is_released_and_taken_again(
+    drafts: int, prompts: list[list[int]], expected: list[Expected], tmp_path: Path
+) -> None:
+    """As a trainer on the same device asks for it: weights first, pushed in two parts, then the pages."""
+    engine = Engine(agreeable(0).eval(), replace(SMALL, drafts=drafts, overlap=True))
+    same(run(engine, prompts), expected)
+    before = held(engine)
+    waiting = Request(prompts[-1], GREEDY)
+    engine.add(waiting)
+    first = Answer()
+    for delta in engine.step():
+        first.take(delta)
+    with pytest.raises(UserError, match="retract"):
+        engine.release_memory(("kv_cache",))
+    engine.pause("retract")
+    engine.release_memory(("weights", "kv_cache", "cuda_graph"))
+    assert held(engine) == 0
+    assert not engine.has_work
+    assert list(engine.tree.nodes()) == []
+    with pytest.raises(Unavailable, match="cuda_graph, kv_cache, weights is released"):
+        engine.add(Request(prompts[0], GREEDY))
+    with pytest.raises(UserError, match="Resume it first"):
+        engine.update_weights(WeightUpdate("disk", path=str(tmp_path)))
+    engine.release_memory(("weights",))
+    engine.resume_memory(("weights",))
+    with pytest.raises(Unavailable, match="kv_cache"):
+        engine.add(Request(prompts[0], GREEDY))
+    named = {name: tensor.contiguous() for name, tensor in disk_tensors(agreeable(0))}
+    parts = [dict(list(named.items())[i::2]) for i in range(2)]
+    engine.update_weights(WeightUpdate("tensor", tensors=(save(parts[0]),)))
+    engine.resume_memory(("kv_cache", "cuda_graph"))
+    assert held(engine) == before
+    with pytest.raises(Unavailable, match=f"{len(parts[1])} weights have not come"):
+        engine.check(Request(prompts[0], GREEDY))
+    with pytest.raises(UserError, match="have not come"):
+        engine.checksum()
+    assert not engine.has_work
+    engine.update_weights(WeightUpdate("tensor", tensors=(save(parts[1]),)))
+    rest = drain(engine, [waiting])[0]
+    first.ids, first.info, first.finish = first.ids + rest.ids, first.info + rest.info, rest.finish
+    same([first, *run(engine, prompts)], [expected[-1], *expected])
+
+    save_model(agreeable(0), tmp_path)
+    engine.release_memory(("weights",))
+    engine.resume_memory(("weights", "kv_cache"))
+    engine.update_weights(WeightUpdate("disk", path=str(tmp_path)))
+    same(run(engine, prompts), expected)
+    engine.close()
 
 
 # --------------------------------------------------------------------------- what else is asked

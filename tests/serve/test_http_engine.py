@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import base64
 import json
 from collections.abc import Iterator
 from typing import Any
@@ -12,10 +13,11 @@ import openai
 import pytest
 import torch
 from fastapi import FastAPI
+from safetensors.torch import save
 
 from glm5.model.generate import generate
 from glm5.model.glm5 import GLM5
-from glm5.model.weights import save_model
+from glm5.model.weights import disk_tensors, save_model
 from glm5.serve.config import EngineConfig
 from glm5.serve.engine import Engine
 from glm5.serve.http.app import create_app
@@ -151,3 +153,27 @@ def test_weights_change_between_steps(model: GLM5, tmp_path: Any) -> None:
     assert (before["meta_info"]["weight_version"], after["meta_info"]["weight_version"]) == ("0", "2")
     mtp = f"model.layers.{other.config.num_hidden_layers}."
     assert any(name.startswith(mtp) for name in sums)
+
+
+def test_memory_is_released_for_a_trainer_and_weights_are_pushed(model: GLM5) -> None:
+    """The order of a trainer that shares the device: pause, release, resume weights, push them, resume the rest."""
+    engine = Engine(tiny_model(0, **SIZES), EngineConfig(pages=20, context=256, drafts=1), chat_tokenizer())
+    body = {"input_ids": [50, 51, 52], "sampling_params": {**GREEDY, "max_new_tokens": 6}}
+    weights = save({name: tensor.contiguous() for name, tensor in disk_tensors(model)})
+    sent = {"serialized_named_tensors": [base64.b64encode(weights).decode()], "weight_version": "2"}
+    with served(app_of(engine)) as address, httpx.Client(base_url=address, timeout=60) as client:
+        before = client.post("/generate", json=body).json()
+        for path in ("/pause_generation", "/flush_cache", "/release_memory_occupation"):
+            assert client.post(path, json={} if "flush" not in path else None).status_code == 200
+        refused = client.post("/generate", json=body)
+        assert refused.status_code == 503
+        assert "resume_memory_occupation" in refused.json()["error"]["message"]
+        assert client.get("/health_generate").status_code == 200
+        assert client.post("/update_weights_from_tensor", json=sent).status_code == 400
+        assert client.post("/resume_memory_occupation", json={"tags": ["weights"]}).status_code == 200
+        assert client.post("/update_weights_from_tensor", json=sent).json()["success"] is True
+        assert client.post("/resume_memory_occupation", json={"tags": ["kv_cache", "cuda_graph"]}).status_code == 200
+        assert client.post("/continue_generation", json={}).status_code == 200
+        after = client.post("/generate", json=body).json()
+    assert after["output_ids"] == before["output_ids"]
+    assert after["meta_info"]["weight_version"] == "2"

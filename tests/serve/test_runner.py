@@ -26,6 +26,7 @@ class Counting:
     vocab_size, context = 1000, 100
     weight_version = "1"
     overlap = flying = False
+    resting = None
 
     def __init__(self) -> None:
         self.running: dict[str, dict[int, list[int]]] = {}

@@ -29,7 +29,7 @@ from glm5.model.glm5 import GLM5
 from glm5.model.paged import PagedBatch, PagedCache, Run
 from glm5.model.speculate import SpeculationStats
 from glm5.model.weights import disk_tensors
-from glm5.serve.client import PauseMode, Stats, WeightGroup, WeightUpdate
+from glm5.serve.client import PauseMode, Stats, Unavailable, WeightGroup, WeightUpdate
 from glm5.serve.config import EngineConfig
 from glm5.serve.graphs import Graphs, recorder_for
 from glm5.serve.pages import PAGE_SIZE, PagePool
@@ -102,6 +102,7 @@ class Engine:
         self._loads: dict[Sequence, Load] = {}
         self._lease_ends: dict[str, bytes] = {}  # the trunk's hidden state of each lease's last slot
         self._stalled = False
+        self._released: set[str] = set()
         self._flight: _Flight | None = None
         self._untold: list[_Landed] = []
         self._thread: ThreadPoolExecutor | None = None
@@ -122,10 +123,7 @@ class Engine:
         record = recorder_for(device) if config.cuda_graphs else None
         spare = record is not None  # a page that is nobody's, for padding
         self.cache = PagedCache(self.model.config, pages + spare, config.host_pages, size=PAGE_SIZE, **options)
-        self._graphs = None
-        if record is not None:
-            limits = dict(most=config.max_running, context=self.context)
-            self._graphs = Graphs(self.model, self.cache, spare=pages, record=record, **limits)
+        self._record(pages)
         self.pool = PagePool(pages, config.host_pages, page_size=PAGE_SIZE)
         self.tree = PrefixTree(self.pool, version=self.weight_version)
         self.scheduler = Scheduler(
@@ -139,18 +137,44 @@ class Engine:
         )
         self._drafter = Drafter(self.model, self.cache, self._sampler) if config.drafts else None
 
+    def _pages(self) -> list[Tensor]:
+        """The tensors on the device that hold pages."""
+        return [*(pool for layer in self.cache.layers for pool in layer), self.cache.hidden]
+
+    def _record(self, pages: int) -> None:
+        """Begin to record decode steps, where that is possible."""
+        record = recorder_for(self.model.device) if self.config.cuda_graphs else None
+        self._graphs = None
+        if record is not None:
+            limits = dict(most=self.config.max_running, context=self.context)
+            self._graphs = Graphs(self.model, self.cache, spare=pages, record=record, **limits)
+
     # ------------------------------------------------------------------ requests
     @property
     def has_work(self) -> bool:
         """Whether a step has something to do. While all wait for pages that other workers hold or send it has not."""
-        return (self.scheduler.has_work and not self._stalled) or bool(self._untold)
+        may_run = not self._stalled and self.resting is None
+        return (self.scheduler.has_work and may_run) or bool(self._untold)
+
+    @property
+    def resting(self) -> str | None:
+        """Why no step can be made now, and what to do; None when one can."""
+        if self._released:
+            tags = ", ".join(sorted(self._released))
+            return f"the memory of {tags} is released. Resume it with /resume_memory_occupation"
+        missing = self._weights.missing
+        if missing:
+            return f"{len(missing)} weights have not come since their memory was released: {min(missing)} and others"
+        return None
 
     def add(self, request: Request) -> None:
         """Accept a request; `step` then gives its deltas.
 
         Raises:
-            UserError: it cannot be served. The message names the field.
+            UserError: it cannot be served. The message names the field. Unavailable: nothing can; see `resting`.
         """
+        if self.resting is not None:
+            raise Unavailable(self.resting)
         check(request, vocab_size=self.vocab_size, context=self.context)
         self._sampler.check(request.params)
         for sequence in self.scheduler.add(request):
@@ -164,6 +188,8 @@ class Engine:
         Returns:
             How many of its ids need not be read, since their pages are here.
         """
+        if self.resting is not None:
+            raise Unavailable(self.resting)
         check(request, vocab_size=self.vocab_size, context=self.context)
         self._sampler.check(request.params)
         keys = page_keys(request.input_ids[:-1], PAGE_SIZE)
@@ -440,17 +466,57 @@ class Engine:
         self._weights.leave(group_name)
 
     def checksum(self) -> dict[str, str]:
-        """SHA-256 of every tensor by its public name."""
+        """SHA-256 of every tensor by its public name.
+
+        Raises:
+            UserError: there are no weights now.
+        """
+        if self._weights.missing:
+            raise UserError(f"no checksum: {self.resting}")
         return {
             name: hashlib.sha256(tensor.detach().cpu().contiguous().view(torch.uint8).numpy().tobytes()).hexdigest()
             for name, tensor in disk_tensors(self.model)
         }
 
     def release_memory(self, tags: tuple[str, ...]) -> None:
-        raise UserError(f"tags={tags}", "this engine keeps its memory")
+        """Give memory back: of the `weights`, which are lost; of the pages (`kv_cache`), with all prefixes; of recorded
+        steps (`cuda_graph`), which also the other two make useless. Until all is resumed nothing runs.
+
+        Requests that wait, or were retracted, stay.
+
+        Raises:
+            UserError: requests run, or other workers fetch pages.
+        """
+        self._untold += self._land()
+        self._end_loads()
+        if self.scheduler.running or any(self.pool.device.pins):
+            what = f"{len(self.scheduler.running)} requests run, or their pages are being fetched"
+            raise UserError(what, "Abort them, or pause with mode retract, before memory is released")
+        self.tree.flush()
+        if "weights" in tags:
+            self._weights.release()
+        if "kv_cache" in tags:
+            for tensor in self._pages():
+                tensor.untyped_storage().resize_(0)
+        self._graphs = None
+        self._released |= set(tags)
+        if self.model.device.type == "cuda":
+            torch.cuda.empty_cache()
 
     def resume_memory(self, tags: tuple[str, ...]) -> None:
-        raise UserError(f"tags={tags}", "this engine keeps its memory")
+        """Take memory again. Resumed weights must come, all of them, before anything runs. What was not released is no
+        error."""
+        back = self._released.intersection(tags)
+        if "weights" in back:
+            self._weights.resume()
+        if "kv_cache" in back:
+            for tensor in self._pages():
+                tensor.untyped_storage().resize_(tensor.numel() * tensor.element_size())
+                tensor.zero_()
+        self._released -= back
+        if back and not self._released:
+            self._record(self.pool.device.count)
+        self._stalled = False
 
     def stats(self) -> Stats:
         """A snapshot for the metrics."""

@@ -1,9 +1,9 @@
 """Runs an engine in a thread of its own and speaks asyncio to the server: the in-process `Backend`.
 
 The thread alone touches the engine. What the server wants arrives as commands in one queue, carried out between two
-steps, or, with an engine that overlaps, while one runs. What a step yields goes back to the event loop in one call, when
-the next one has begun. An engine that raises `RequestFailed` loses those requests; any other exception ends them all,
-and `failure` says why. Read next: `http.app`.
+steps, or, with an engine that overlaps, while one runs. What a step yields goes back to the event loop in one call,
+when the next one has begun. An engine that raises `RequestFailed` loses those requests; any other exception ends them
+all, and `failure` says why. Read next: `http.app`.
 """
 
 from __future__ import annotations
@@ -48,6 +48,8 @@ class Engine(Protocol):
 
     @property
     def overlap(self) -> bool: ...
+    @property
+    def resting(self) -> str | None: ...
     @property
     def has_work(self) -> bool: ...
     @property
@@ -225,7 +227,7 @@ class Runner:
     async def probe(self, timeout_s: float) -> bool:
         try:
             async with asyncio.timeout(timeout_s):
-                if self.paused:
+                if self.paused or self._engine.resting is not None:
                     await self.call(lambda: None)
                     return True
                 before = self._steps

@@ -6,6 +6,7 @@ of their names, as slime and others do. Read next: `glm5.model.weights.assign_te
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from datetime import timedelta
 from pathlib import Path
 
@@ -16,7 +17,7 @@ from safetensors import SafetensorError
 from torch import Tensor
 
 from glm5.model.glm5 import GLM5
-from glm5.model.weights import assign_tensors, load_model
+from glm5.model.weights import assign_tensors, load_model, public_tensors
 from glm5.serve.client import WeightGroup, WeightUpdate
 from glm5.utils.errors import CheckpointError, UserError
 
@@ -29,10 +30,17 @@ class WeightSource:
 
     Args:
         model: whose weights are replaced, each update's all or none.
+
+    Attributes:
+        missing: public names of tensors whose memory was given back and which have not come again.
+        released: whether there is no memory for them now.
     """
 
     def __init__(self, model: GLM5) -> None:
         self.model = model
+        self.missing: set[str] = set()
+        self.released = False
+        self._forms: list[tuple[Tensor, tuple[int, ...], tuple[int, ...]]] = []
         self._groups: dict[str, dist.ProcessGroup] = {}
 
     def apply(self, update: WeightUpdate) -> None:
@@ -41,17 +49,48 @@ class WeightSource:
         Raises:
             UserError: they cannot be read, or do not fit; the old ones stay.
         """
+        if self.released:
+            raise UserError("the memory of the weights was released", "Resume it first: /resume_memory_occupation")
         if update.source == "disk":
             new = load_model(Path(update.path), device=self.model.device, dtype=self.model.dtype)
             if new.config.replace(dtype=self.model.config.dtype) != self.model.config:
                 what = f"{update.path}: another model's configuration"
                 raise CheckpointError(what, "Give weights of the served model")
             self.model.load_state_dict(new.state_dict())
-        elif update.source == "tensor":
-            assign_tensors(self.model, _unpacked(update))
+            self.missing.clear()
         else:
-            assign_tensors(self.model, self._received(update))
+            tensors = _unpacked(update) if update.source == "tensor" else self._received(update)
+            assign_tensors(self.model, tensors)
+            self.missing -= self._public(tensors.keys()) if self.missing else set()
         self.model.forget_joined()
+
+    def release(self) -> None:
+        """Give the memory of all weights back; what they were is lost."""
+        if self.released:
+            return
+        self.missing = self._public(self.model.state_dict().keys())
+        for tensor in (*self.model.parameters(), *self.model.buffers()):
+            self._forms.append((tensor, tuple(tensor.shape), tensor.stride()))
+            tensor.data = tensor.new_empty(0)
+        self.model.forget_joined()
+        self.released = True
+
+    def resume(self) -> None:
+        """Take the memory again. It holds NaN until the weights come."""
+        for tensor, shape, stride in self._forms:
+            tensor.data = tensor.new_empty_strided(shape, stride).fill_(torch.nan)
+        self._forms.clear()
+        self.released = False
+
+    def _public(self, names: Iterable[str]) -> set[str]:
+        """The tensors of a checkpoint that are meant by names of it or of the model's own parameters."""
+        owners, tied, found = self.model.state_dict(), self.model.config.tie_word_embeddings, set[str]()
+        for name in names:
+            if name in owners:
+                found.update(public for public, _ in public_tensors(name, owners[name].to("meta")))
+            else:
+                found.add(name)
+        return found - {"lm_head.weight"} if tied else found
 
     def join(self, group: WeightGroup) -> None:
         """Join a group as rank `rank_offset`. Returns when all its ranks are there.
