@@ -17,6 +17,8 @@ import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+TAIL = 32  # pairs up to which an expert's last tile is a small one
+
 
 @triton.jit
 def _count(expert_ptr, offset_ptr, cursor_ptr, pairs, E: tl.constexpr, P: tl.constexpr, CHUNK: tl.constexpr):
@@ -63,18 +65,33 @@ def _tile(offset_ptr, tile, E: tl.constexpr, P: tl.constexpr, BLOCK_M: tl.conste
 def _gate_up(
     x_ptr, weight_ptr, pair_ptr, offset_ptr, hidden_ptr, D, F, x_stride,
     M: tl.constexpr, E: tl.constexpr, P: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, TAIL: tl.constexpr = 0,
 ):  # fmt: skip
-    """hidden[position] = silu(gate x) * up x."""
+    """hidden[position] = silu(gate x) * up x. With TAIL an expert's last tile is so small where that suffices."""
     expert, first, past = _tile(offset_ptr, tl.program_id(1), E, P, BLOCK_M)
     if expert == E:
         return
+    base = weight_ptr + expert.to(tl.int64) * (2 * F) * D
+    if TAIL:
+        if past - first <= TAIL:
+            _gate_up_rows(x_ptr, base, pair_ptr, hidden_ptr, first, past, D, F, x_stride, M, TAIL, BLOCK_N, BLOCK_D)
+        else:
+            _gate_up_rows(x_ptr, base, pair_ptr, hidden_ptr, first, past, D, F, x_stride, M, BLOCK_M, BLOCK_N, BLOCK_D)
+    else:
+        _gate_up_rows(x_ptr, base, pair_ptr, hidden_ptr, first, past, D, F, x_stride, M, BLOCK_M, BLOCK_N, BLOCK_D)
+
+
+@triton.jit
+def _gate_up_rows(
+    x_ptr, base, pair_ptr, hidden_ptr, first, past, D, F, x_stride,
+    M: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
+):  # fmt: skip
+    """`_gate_up` of pairs [first, first + BLOCK_M) of the expert whose matrices begin at `base`."""
     row_M = first + tl.arange(0, BLOCK_M)
     real_M = row_M < past
     token_M = tl.load(pair_ptr + row_M, mask=real_M, other=0) // M
     col_N = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     col_D = tl.arange(0, BLOCK_D)
-    base = weight_ptr + expert.to(tl.int64) * (2 * F) * D
     gate_ND = base + col_N[:, None].to(tl.int64) * D + col_D[None, :]
     x_DM = x_ptr + token_M[None, :].to(tl.int64) * x_stride + col_D[:, None]
     gate_NM = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
@@ -122,14 +139,27 @@ def _down(
 
 @triton.jit
 def _down_wide(
-    hidden_desc, weight_desc, pair_ptr, offset_ptr, part_ptr, D: tl.constexpr, F: tl.constexpr,
+    hidden_desc, tail_desc, weight_desc, pair_ptr, offset_ptr, part_ptr, D: tl.constexpr, F: tl.constexpr,
     E: tl.constexpr, P: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_F: tl.constexpr,
+    TAIL: tl.constexpr,
 ):  # fmt: skip
     """`_down` for many tokens: its tiles, here with tokens as rows, come by the copy engine. A tile's last rows, or its
     last columns, may be the next expert's: they are multiplied, and not stored."""
     expert, first, past = _tile(offset_ptr, tl.program_id(1), E, P, BLOCK_M)
     if expert == E:
         return
+    if past - first <= TAIL:
+        _down_rows(tail_desc, weight_desc, pair_ptr, part_ptr, expert, first, past, D, F, TAIL, BLOCK_N, BLOCK_F)
+    else:
+        _down_rows(hidden_desc, weight_desc, pair_ptr, part_ptr, expert, first, past, D, F, BLOCK_M, BLOCK_N, BLOCK_F)
+
+
+@triton.jit
+def _down_rows(
+    hidden_desc, weight_desc, pair_ptr, part_ptr, expert, first, past, D: tl.constexpr, F: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_F: tl.constexpr,
+):  # fmt: skip
+    """`_down_wide` of pairs [first, first + BLOCK_M)."""
     start = tl.program_id(0) * BLOCK_N
     acc_MN = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
     for f in range(0, F, BLOCK_F):
@@ -173,7 +203,8 @@ def grouped_swiglu(
             rows. down_EDF: [E, D, F] contiguous. expert_NM: int32 or int64 ids below E. weight_NM: fp32, contiguous.
         tiles: (tokens, rows of weights, depth, warps, stages) of the gate-up and of the down product; None takes
             what was measured best for the number of tokens an expert gets.
-        wide: read the down product's tiles by the copy engine, which takes rows of 16 bytes; None does for many tokens.
+        wide: read the down product's tiles by the copy engine, which takes rows of 16 bytes, and let an expert's last
+            tile be small; None does for many tokens.
 
     Returns:
         [N, D] in x's dtype.
@@ -189,6 +220,9 @@ def grouped_swiglu(
     first, second = tiles or _tiles(tokens * choices / experts)
     if first[0] != second[0]:
         raise ValueError("both products must share the tile of tokens")
+    if wide is None:
+        wide = tiles is None and first[0] >= 128 and inner * x_ND.element_size() % 16 == 0
+    tail = min(TAIL, first[0])
     pairs, block_m, padded = tokens * choices, first[0], triton.next_power_of_2(experts)
     offset = torch.empty(experts + 1, dtype=torch.int32, device=x_ND.device)
     cursor = torch.empty(experts, dtype=torch.int32, device=x_ND.device)
@@ -204,14 +238,17 @@ def grouped_swiglu(
     _gate_up[(triton.cdiv(inner, first[1]), most)](
         x_ND, gate_up_EFD, pair, offset, hidden, width, inner, x_ND.stride(0),
         M=choices, E=experts, P=padded, BLOCK_M=block_m, BLOCK_N=first[1], BLOCK_D=first[2],
-        num_warps=first[3], num_stages=first[4],
+        TAIL=tail if wide else 0, num_warps=first[3], num_stages=first[4],
     )  # fmt: skip
     sizes = dict(BLOCK_M=block_m, BLOCK_N=second[1], BLOCK_F=second[2], num_warps=second[3], num_stages=second[4])
     grid = (triton.cdiv(width, second[1]), most)
-    if wide if wide is not None else tiles is None and block_m >= 128 and inner * x_ND.element_size() % 16 == 0:
-        hidden_desc = TensorDescriptor.from_tensor(hidden, [block_m, second[2]])
+    if wide:
+        hidden_desc, tail_desc = (TensorDescriptor.from_tensor(hidden, [m, second[2]]) for m in (block_m, tail))
         weight_desc = TensorDescriptor.from_tensor(down_EDF.view(-1, inner), [second[1], second[2]])
-        _down_wide[grid](hidden_desc, weight_desc, pair, offset, part, D=width, F=inner, E=experts, P=padded, **sizes)
+        _down_wide[grid](
+            hidden_desc, tail_desc, weight_desc, pair, offset, part, D=width, F=inner, E=experts, P=padded, TAIL=tail,
+            **sizes,
+        )  # fmt: skip
     else:
         _down[grid](hidden, down_EDF, pair, offset, part, width, inner, E=experts, P=padded, **sizes)
     _mix[(tokens, triton.cdiv(width, 2048))](part, weight_NM, y_ND, width, M=choices, BLOCK_D=2048)
