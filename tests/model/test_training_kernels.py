@@ -1,0 +1,89 @@
+"""A training step at GLM-5's attention widths by the fast operators, against the specifications, on a GPU.
+
+Skips without a Hopper GPU. Read next: `tests/kernels/test_sparse_mla_backward.py`.
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from glm5.kernels import cuda, dispatch
+from glm5.kernels.cross_entropy import linear_cross_entropy
+from glm5.model.config import ModelConfig
+from glm5.model.glm5 import GLM5
+from glm5.model.trace import Aux, Trace
+
+RUNS, WHY = cuda.available()
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not RUNS, reason=f"training by kernels goes untested here: {WHY}")]
+
+
+def _model() -> GLM5:
+    config = ModelConfig(
+        vocab_size=512,
+        hidden_size=512,
+        num_hidden_layers=2,
+        first_k_dense_replace=1,
+        num_attention_heads=16,
+        num_key_value_heads=16,
+        q_lora_rank=256,
+        intermediate_size=768,
+        moe_intermediate_size=256,
+        n_routed_experts=8,
+        num_experts_per_tok=2,
+        index_topk=128,
+        num_nextn_predict_layers=0,
+        eos_token_id=(0,),
+        pad_token_id=0,
+    )
+    with torch.device("cuda"):
+        return GLM5(config, seed=1).bfloat16()
+
+
+def _step(
+    model: GLM5, ids: Tensor, sparse: bool, replay: list[Tensor] | None
+) -> tuple[list[Tensor], dict[str, Tensor]]:
+    """Loss, the indexers' KL and mass, then every gradient. Selections are given: near ties may fall otherwise."""
+    model.zero_grad(set_to_none=True)
+    aux = Aux(indexer=True)
+    trace = Trace(replay=replay) if sparse else None
+    hidden = model.hidden(ids, sparse=sparse, aux=aux, trace=trace)
+    loss = linear_cross_entropy(hidden.flatten(0, 1), model.lm_head.weight, ids.roll(-1, 1).flatten()).loss_sum
+    ((loss + aux.indexer_kl()) / ids.numel()).backward()
+    found = [loss, aux.indexer_kl(), torch.stack([x.recall_sum for x in aux.indexer_losses])]
+    return [x.detach().float() for x in found], {
+        n: p.grad.float() for n, p in model.named_parameters() if p.grad is not None
+    }
+
+
+@pytest.mark.parametrize("sparse", [True, False])
+def test_a_step_by_kernels_agrees_with_the_specifications(sparse: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = _model()
+    ids = torch.randint(1, 512, (2, 400), generator=torch.Generator().manual_seed(0)).cuda()
+    used: set[str] = set()
+    original = dispatch._loaded
+
+    def noting(fast: dispatch.Fast) -> object:
+        used.add(fast.name)
+        return original(fast)
+
+    monkeypatch.setattr(dispatch, "_loaded", noting)
+    replay = None
+    if sparse:
+        traced = Trace()
+        with torch.no_grad():
+            model.hidden(ids, sparse=True, trace=traced)
+        replay = traced.selected
+    numbers, gradients = _step(model, ids, sparse, replay)
+    wanted = {"triton.moe_backward", "triton.cross_entropy", "triton.basic_backward", "torch.rms_norm"}
+    wanted |= {"cuda.sparse_mla_backward", "triton.indexer_loss"} if sparse else {"triton.indexer_warmup"}
+    assert wanted <= used
+    monkeypatch.setenv("GLM5_KERNELS", "torch")
+    expected, expected_gradients = _step(model, ids, sparse, replay)
+    for ours, reference in zip(numbers, expected, strict=True):
+        torch.testing.assert_close(ours, reference, rtol=2e-2, atol=1e-2)
+    assert gradients.keys() == expected_gradients.keys()
+    for name, reference in expected_gradients.items():
+        error = (gradients[name] - reference).norm() / reference.norm().clamp(min=1e-12)
+        assert error < 0.06, f"{name}: {error:.3f}"  # both are bf16 throughout; each is this far from fp32
