@@ -75,7 +75,7 @@ class LeanStage(PipelineStage):
 
     def backward_one_chunk(self, bwd_chunk_id: int, *args: Any, **options: Any) -> None:
         super().backward_one_chunk(bwd_chunk_id, *args, **options)
-        if self.has_backward and not self.is_last:
+        if not self.is_last:
             self._release(self.grad_recv_info[bwd_chunk_id])
 
     def _release(self, infos: Any) -> None:
@@ -90,14 +90,6 @@ class LeanStage(PipelineStage):
     def _get_init_p2p_neighbors_ops(self) -> list[P2POp]:
         here = dist.get_rank()  # torch 2.11 greets the next stage of a V also where it is on the same rank
         return [op for op in super()._get_init_p2p_neighbors_ops() if op.peer != here]
-
-    # Passing between two stages of one rank: nothing to pass where there is no backward pass.
-    def get_local_bwd_output(self, mb_index: int) -> Any:
-        return super().get_local_bwd_output(mb_index) if self.has_backward else ()
-
-    def set_local_bwd_input(self, next_stage_bwd_outputs: Any, mb_index: int) -> None:
-        if self.has_backward:
-            super().set_local_bwd_input(next_stage_bwd_outputs, mb_index)
 
 
 # --------------------------------------------------------------------------- FSDP2

@@ -29,7 +29,7 @@ from glm5.parallel.pipeline.deferred import WeightGradients
 from glm5.parallel.pipeline.layout import PipelineLayout
 from glm5.parallel.pipeline.offload import Activations, When
 from glm5.parallel.pipeline.recompute import recompute
-from glm5.parallel.pipeline.schedule import orders, rank_of_stage, schedule, with_reductions
+from glm5.parallel.pipeline.schedule import forward_only, orders, rank_of_stage, schedule, with_reductions
 from glm5.parallel.pipeline.stage import StageModel, Work
 from glm5.utils.errors import ConfigError
 
@@ -192,8 +192,11 @@ class Pipeline:
                 stage.activations = self.activations
             made = Runtime(stages, count, loss_fn=_own_loss, scale_grads=False)
             lower(made, planned)
-            lowered = made.pipeline_order_with_comms
-            lowered[place] = with_reductions(lowered[place], self.memory.reduce_every)
+            lowered, every = made.pipeline_order_with_comms, self.memory.reduce_every
+            if work.joint:
+                lowered[place] = with_reductions(lowered[place], every)
+            else:
+                lowered[place] = with_reductions(forward_only(lowered[place]), every, makes="F")
             self._runner = (key, made, stages)
         return self._runner[1:]
 
@@ -324,8 +327,6 @@ class RunningStage(LeanStage):
     def backward_one_chunk(
         self, bwd_chunk_id: int, loss: Any = None, full_backward: bool = True, last_backward: bool = False
     ) -> None:
-        if not self.has_backward:
-            return
         self._before("B" if full_backward else "I", bwd_chunk_id)
         super().backward_one_chunk(bwd_chunk_id, loss, full_backward, last_backward)
         self._after_backward(bwd_chunk_id)
@@ -333,8 +334,6 @@ class RunningStage(LeanStage):
             self._after_weights()
 
     def backward_weight_one_chunk(self, bwd_chunk_id: int, last_backward: bool = False) -> None:
-        if not self.has_backward:
-            return
         self._before("W", bwd_chunk_id)
         super().backward_weight_one_chunk(bwd_chunk_id, last_backward)
         self._after_weights()

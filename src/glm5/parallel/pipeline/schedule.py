@@ -135,38 +135,47 @@ def computations(order: Sequence[Any]) -> list[tuple[str, int, int]]:
     return out
 
 
-def with_reductions(order: Sequence[Any], every: int) -> list[Any]:
+def forward_only(order: Sequence[Any]) -> list[Any]:
+    """A lowered order without its backward passes and what they send."""
+    from glm5.parallel.compat import Kind
+
+    kept = (Kind.FORWARD, Kind.SEND_F, Kind.RECV_F, Kind.UNSHARD, Kind.RESHARD)
+    return [part for action in order for part in action.sub_actions or (action,) if part.computation_type in kept]
+
+
+def with_reductions(order: Sequence[Any], every: int, makes: str = "IWB") -> list[Any]:
     """A rank's order with gradient reductions put in: at 0 after each stage's last micro-batch, else pipeline ZeRO-2.
 
     That reduces a stage's gradients after each `every` of its micro-batches, and where a third stage is about to begin,
     those of the stage that was used longest ago: two of a rank's stages at most hold full gradients. Source: report
     section 2.4.1.
+
+    Args:
+        makes: the kinds of computation that make gradients: "IWB", or "F" where a forward pass has its own backward.
     """
     from glm5.parallel.compat import Action, Kind
 
-    backwards = (Kind.FULL_BACKWARD, Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT)
+    ends = "F" if makes == "F" else "BW"
     order = [action for action in order if action.computation_type != Kind.REDUCE_GRAD]
-    left: Counter[int] = Counter()  # micro-batches whose gradients are not whole yet
-    for kind, stage, _ in computations(order):
-        left[stage] += kind in "BW"
-    total = dict(left)
+    total = Counter(stage for kind, stage, _ in computations(order) if kind in ends)
+    finished: Counter[int] = Counter()
     out: list[Any] = []
     holding: list[int] = []  # stages with full gradients, the longest unused first
     for action in order:
-        worked = [p for p in action.sub_actions or (action,) if p.computation_type in backwards]
-        for part in worked:
-            if part.stage_index in holding:
-                holding.remove(part.stage_index)
+        worked = [(kind, stage) for kind, stage, _ in computations([action]) if kind in makes]
+        for _, stage in worked:
+            if stage in holding:
+                holding.remove(stage)
             elif every and len(holding) == FULL_BUFFERS:
                 out.append(Action(holding.pop(0), Kind.REDUCE_GRAD, None))
-            holding.append(part.stage_index)
+            holding.append(stage)
         out.append(action)
-        for part in worked:
-            stage = part.stage_index
-            left[stage] -= part.computation_type != Kind.BACKWARD_INPUT
-            finished = total[stage] - left[stage]
-            due = part.computation_type != Kind.BACKWARD_INPUT and every and finished % every == 0
-            if (due or left[stage] == 0) and stage in holding:
+        for kind, stage in worked:
+            if kind not in ends:
+                continue
+            finished[stage] += 1
+            due = finished[stage] == total[stage] or (every and finished[stage] % every == 0)
+            if due and stage in holding:
                 holding.remove(stage)
                 out.append(Action(stage, Kind.REDUCE_GRAD, None))
     return out

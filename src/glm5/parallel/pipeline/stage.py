@@ -48,7 +48,7 @@ class Pass:
         micro: number of the micro-batch. rows: its rows. kept: those of them, the first, that MTP ran on.
         hidden: on the stage of the heads, the trunk's states [B, T, D] and each MTP depth's [kept, T, D]; else empty.
         head_VD: the shared head, there; else None.
-        trunk, mtp: what the layers here, and the MTP block's depths, gathered.
+        trunk, mtp: what the layers here, and the MTP block's depths, gathered. parts: what the stage holds.
     """
 
     micro: int
@@ -58,6 +58,7 @@ class Pass:
     head_VD: Tensor | None
     trunk: Aux
     mtp: Aux
+    parts: Parts = field(default_factory=Parts)
 
 
 class Objective(Protocol):
@@ -182,10 +183,10 @@ class StageModel(GLM5):
             if parts.mtp:  # every micro-batch's states have one shape
                 lead = len(given) - kept
                 deep = [F.pad(h, (0, 0, 0, 0, 0, lead)) for h in deep] or [torch.zeros_like(given)] * work.depths
-            loss = work.objective(Pass(micro, rows, kept, [], None, trunk, mtp))
+            loss = work.objective(Pass(micro, rows, kept, [], None, trunk, mtp, parts))
             return self._passed_on((given, *deep), loss, work)
         hidden = [given, *(h[:kept] for h in deep)] if kept else [given]
-        loss = work.objective(Pass(micro, rows, kept, hidden, self.lm_head.weight, trunk, mtp))
+        loss = work.objective(Pass(micro, rows, kept, hidden, self.lm_head.weight, trunk, mtp, parts))
         assert loss is not None, "the stage of the heads has a loss"
         work.losses.append(loss.detach())
         if not work.joint:
