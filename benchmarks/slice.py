@@ -1,6 +1,6 @@
 """A slice of GLM-5 at true widths on one GPU: decode and prefill against the chip's limit, and beside transformers.
 
-    python benchmarks/slice.py [--parts decode,engine,prefill,chunks,profile,peer] [--batches 1,16,64,128]
+    python benchmarks/slice.py [--parts check,decode,engine,prefill,chunks,profile,peer] [--batches 1,16,64,128]
                                [--contexts 8192,32768] [--layers 3] [--experts 256] [--json FILE]
 
 The slice has the first layers of GLM-5, one dense and the others MoE, with random bf16 weights that are made on the
@@ -13,6 +13,7 @@ bf16 operations over 790 TFLOP/s. transformers runs on the same tensors, eagerly
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import os
 import statistics
@@ -169,34 +170,40 @@ def random_ids(model: GLM5, *size: int) -> Tensor:
 # ---- parts --------------------------------------------------------------------------------------------------------
 
 
-def decode_call(model: GLM5, batch: int, context: int, graphs: bool = True) -> Callable[[], Tensor]:
-    """One step of `batch` sequences, each of which sees `context` tokens, to its ids on the device."""
+Outputs = tuple[Tensor, Tensor]  # hidden states, logits
+
+
+def decode_calls(model: GLM5, batch: int, context: int) -> tuple[Callable[[], Outputs], Callable[[], Outputs]]:
+    """One step of `batch` sequences, each of which sees `context` tokens: recorded, and plain."""
     cache, runs = random_pages(model, batch, context)
     ids = random_ids(model, batch, 1).tolist()
-    if graphs:
-        record = recorder_for(model.device)
-        assert record is not None
-        recorded = Graphs(model, cache, spare=batch * (context // PAGE), most=batch, context=context, record=record)
+    record = recorder_for(model.device)
+    assert record is not None
+    recorded = Graphs(model, cache, spare=batch * (context // PAGE), most=batch, context=context, record=record)
 
-        def replay() -> Tensor:
-            outputs = recorded(runs, ids)
-            assert outputs is not None, "recording failed"
-            return outputs[1].argmax(-1)
+    def replay() -> Outputs:
+        outputs = recorded(runs, ids)
+        assert outputs is not None, "recording failed"
+        return outputs
 
-        return replay
-
-    def call() -> Tensor:
+    def plain() -> Outputs:
         paged = PagedBatch(cache, runs)
-        return model.lm_head(model.hidden(paged.flat(ids), cache=paged)[0]).argmax(-1)
+        hidden = model.hidden(paged.flat(ids), cache=paged)[0]
+        return hidden, model.lm_head(hidden)
 
-    return call
+    return replay, plain
 
 
-def decode(model: GLM5, batch: int, context: int, graphs: bool) -> dict[str, Any]:
-    row: dict[str, Any] = {"part": "decode" if graphs else "decode, no graph", "batch": batch, "context": context}
-    row["ms"] = median_ms(decode_call(model, batch, context, graphs))
+def decode(model: GLM5, batch: int, context: int, with_plain: bool) -> list[dict[str, Any]]:
+    replay, plain = decode_calls(model, batch, context)
+    row: dict[str, Any] = {"part": "decode", "batch": batch, "context": context}
+    expected = plain()[1].float()
+    row["error"] = float((replay()[1].float() - expected).norm() / expected.norm())
+    row["ms"] = median_ms(lambda: replay()[1].argmax(-1))
     row["floor_ms"] = decode_floor(model.config, batch, context) * 1e3
-    return row
+    if not with_plain:
+        return [row]
+    return [row, {**row, "part": "decode, not recorded", "ms": median_ms(lambda: plain()[1].argmax(-1)), "error": 0.0}]
 
 
 def prefill_call(model: GLM5, tokens: int) -> Callable[[], Tensor]:
@@ -246,27 +253,61 @@ def chunks(model: GLM5, tokens: int, chunk: int) -> dict[str, Any]:
     return row
 
 
-def engine(model: GLM5, batch: int, context: int, graphs: bool) -> dict[str, Any]:
+def check(model: GLM5, tokens: int) -> list[dict[str, Any]]:
+    """Logits of all positions by the fast operators, and over pages in pieces, against plain PyTorch."""
+    ids = random_ids(model, 1, tokens)
+    os.environ["GLM5_KERNELS"] = "torch"
+    oracle = model(ids, cache=model.new_cache(1)).logits
+    del os.environ["GLM5_KERNELS"]
+    whole = model(ids, cache=model.new_cache(1)).logits
+    cache = PagedCache(model.config, tokens // PAGE + 8, size=PAGE, device="cuda", dtype=torch.bfloat16)
+    for layer in cache.layers:
+        for pool in layer:
+            pool.fill_(torch.nan)
+    table, cuts = torch.randperm(tokens // PAGE + 8).tolist(), [0, 1000, tokens - 3, tokens - 1, tokens]
+    pieces = [
+        model.hidden(ids[:, start:end], cache=PagedBatch(cache, [Run(table, start, end - start)]))
+        for start, end in itertools.pairwise(cuts)
+    ]
+    rows = []
+    for name, logits in (("whole", whole), ("over pages, in pieces", model.lm_head(torch.cat(pieces, 1)))):
+        error = float((logits.float() - oracle.float()).norm() / oracle.float().norm())
+        agree = float((logits.argmax(-1) == oracle.argmax(-1)).float().mean())
+        part = f"logits, {name}: {agree:.1%} of ids as torch's"
+        rows.append({"part": part, "batch": 1, "context": tokens, "error": error, "agree": agree})
+    return rows
+
+
+def engine(model: GLM5, batch: int, context: int) -> list[dict[str, Any]]:
     """Steps of the whole engine while all its sequences decode: scheduling, drawing and Python included."""
-    name = "engine's step" if graphs else "engine's step, no graphs"
-    row: dict[str, Any] = {"part": name, "batch": batch, "context": context}
-    new = 48
+    new, rows, said = 48, [], []
     limits = dict(max_running=batch, max_batched_tokens=8192, chunk=8192, context=context + 2 * PAGE)
-    server = Engine(model, EngineConfig(pages=batch * (context // PAGE + 2), cuda_graphs=graphs, **limits))
     params = SamplingParams(temperature=0.0, max_new_tokens=new, ignore_eos=True)
-    for prompt in random_ids(model, batch, context - new).tolist():
-        server.add(Request(prompt, params))
-    begin, times = time.perf_counter(), []
-    while server.has_work:
-        deltas = server.step()
-        now = time.perf_counter()
-        if sum(len(d.ids) for d in deltas) == batch and not any(d.finish for d in deltas):
-            times.append((now - begin) * 1e3)
-        begin = now
-    row["ms"] = statistics.median(times[4:])  # the first record
-    row["floor_ms"] = decode_floor(model.config, batch, context) * 1e3
-    row["recorded_steps"] = server.info()["recorded_steps"]
-    return row
+    prompts = random_ids(model, batch, context - new).tolist()
+    for graphs in (True, False) if batch == 1 else (True,):
+        server = Engine(model, EngineConfig(pages=batch * (context // PAGE + 2), cuda_graphs=graphs, **limits))
+        for prompt in prompts:
+            server.add(Request(prompt, params))
+        begin, times, ids = time.perf_counter(), [], []
+        while server.has_work:
+            deltas = server.step()
+            now = time.perf_counter()
+            ids += [id for d in deltas for id in d.ids]
+            if len(deltas) == batch and not any(d.finish for d in deltas):
+                times.append((now - begin) * 1e3)
+            begin = now
+        name = "engine's step" if graphs else "engine's step, not recorded"
+        row: dict[str, Any] = {"part": name, "batch": batch, "context": context, "ms": statistics.median(times[4:])}
+        row["floor_ms"] = decode_floor(model.config, batch, context) * 1e3
+        row["recorded_steps"] = server.info()["recorded_steps"]
+        rows.append(row)
+        said.append(ids)
+        del server
+    if len(said) == 2:
+        rows[0]["same_ids"] = rows[1]["same_ids"] = next(
+            (i for i, (a, b) in enumerate(zip(*said, strict=True)) if a != b), new
+        )
+    return rows
 
 
 def peer(model: GLM5) -> Any:
@@ -340,16 +381,19 @@ def show(row: dict[str, Any]) -> None:
         print(f"{text}  failed: {row['failed']}", flush=True)
         return
     if "ms" not in row:
+        print(f"{text}  error {row['error']:.1e}" if "error" in row else "", flush=True)
         return
     text += f"{row['ms']:>11.3f}"
     text += f"{row['floor_ms']:>11.3f}{row['floor_ms'] / row['ms']:>8.0%}" if "floor_ms" in row else " " * 19
-    text += f"{row['peak_gib']:>9.1f}" if "peak_gib" in row else ""
+    text += f"{row['peak_gib']:>9.1f}" if "peak_gib" in row else " " * 9
+    text += f"  error {row['error']:.1e}" if row.get("error") else ""
+    text += f"  {row['same_ids']} ids alike" if "same_ids" in row else ""
     print(text, flush=True)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--parts", default="decode,engine,prefill,chunks,profile,peer")
+    parser.add_argument("--parts", default="check,decode,engine,prefill,chunks,profile,peer")
     parser.add_argument("--batches", default="1,16,64,128")
     parser.add_argument("--contexts", default="8192,32768")
     parser.add_argument("--prefill", type=int, default=16384)
@@ -368,7 +412,14 @@ def main() -> None:
     print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}; {a.layers} layers, {held:.1f} GiB of weights")
     print(f"built in {time.perf_counter() - begin:.1f} s")
     print(f"{'':44}{'batch':>6}{'context':>9}{'ms':>11}{'floor':>11}{'share':>8}{'GiB':>9}")
-    rows: list[dict[str, Any]] = []
+    result: dict[str, Any] = {
+        "device": torch.cuda.get_device_name(),
+        "torch": torch.__version__,
+        "command": "python benchmarks/slice.py " + " ".join(sys.argv[1:]),
+        "date": time.strftime("%Y-%m-%d"),
+        "weights_gib": held,
+        "rows": [],
+    }
 
     def add(make: Callable[..., dict[str, Any] | list[dict[str, Any]]], *args: Any) -> None:
         """A part that fails loses its own rows only."""
@@ -380,42 +431,34 @@ def main() -> None:
             made = {"part": what, "batch": 0, "context": 0, "failed": f"{type(problem).__name__}: {problem}"[:300]}
         for row in made if isinstance(made, list) else [made]:
             show(row)
-            rows.append(row)
+            result["rows"].append(row)
         torch.cuda.empty_cache()
+        if a.json:  # now and then again, so that a run that is cut short leaves what it has
+            a.json.write_text(json.dumps(result, indent=1) + "\n")
 
     with torch.inference_mode():
+        if "check" in parts:
+            add(check, 4500)
         if "decode" in parts:
             for batch in batches:
                 for context in contexts:
-                    add(decode, batch, context, True)
-            add(decode, batches[0], contexts[0], False)
+                    add(decode, batch, context, (batch, context) == (batches[0], contexts[0]))
         if "engine" in parts:
-            for batch in {batches[0], 64}:
-                add(engine, batch, contexts[0], True)
-                add(engine, batch, contexts[0], False)
+            for batch in sorted({batches[0], 64}):
+                add(engine, batch, contexts[0])
         if "prefill" in parts:
             add(prefill, a.prefill)
         if "chunks" in parts:
             add(chunks, a.long, a.chunk)
+        if "peer" in parts:
+            add(peer_rows, 8192, a.prefill)
         if "profile" in parts:
             for name, call in (
-                ("decode 1 x 8192", lambda m: decode_call(m, 1, 8192)),
-                ("decode 64 x 8192", lambda m: decode_call(m, 64, 8192)),
+                ("decode 1 x 8192", lambda m: decode_calls(m, 1, 8192)[0]),
+                ("decode 64 x 8192", lambda m: decode_calls(m, 64, 8192)[0]),
                 (f"prefill {a.prefill}", lambda m: prefill_call(m, a.prefill)),
             ):
                 add(profile, name, call)
-        if "peer" in parts:
-            add(peer_rows, 8192, a.prefill)
-    if a.json:
-        result = {
-            "device": torch.cuda.get_device_name(),
-            "torch": torch.__version__,
-            "command": "python benchmarks/slice.py " + " ".join(sys.argv[1:]),
-            "date": time.strftime("%Y-%m-%d"),
-            "weights_gib": held,
-            "rows": rows,
-        }
-        a.json.write_text(json.dumps(result, indent=1) + "\n")
 
 
 if __name__ == "__main__":
