@@ -1,6 +1,6 @@
 """Time the operators on one Hopper GPU beside public kernels and beside the chip's limit.
 
-    python benchmarks/kernels.py [--only mla,topk,index,select,moe] [--sweep] [--json FILE]
+    python benchmarks/kernels.py [--only mla,topk,index,select,prepare,router,moe] [--sweep] [--json FILE]
 
 Each implementation is checked against an fp32 oracle on fresh random inputs, then timed by CUDA-graph replays over
 rotated inputs that together exceed the L2 cache; the table gives the median per call in microseconds. Floors are the
@@ -21,7 +21,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from glm5.kernels import cuda, triton
+from glm5.kernels import basic, cuda, triton
 
 BYTES_PER_US, FLOP_PER_US, L2_BYTES = 4.3e6, 790e6, 60e6
 Call = Callable[[int], object]  # runs the operator on input set i
@@ -299,6 +299,111 @@ def bench_select_case(table: Table, batch: int, queries: int, slots: int) -> Non
     table.add("score+select", f"{batch} x {queries} x {slots}", "ours", ours, sets, floor, check)
 
 
+# ---- around attention ---------------------------------------------------------------------------------------------
+
+
+def bench_prepare(table: Table, sweep: bool) -> None:
+    """A layer's input to queries that meet the cache, index queries and weights, and the cache's own new rows."""
+    for tokens in (1, 16, 64):
+        bench_prepare_case(table, tokens)
+        torch.cuda.empty_cache()
+
+
+def bench_prepare_case(table: Table, tokens: int) -> None:
+    width, q_latent, latent, heads, nope, turned, index, index_width, sets = 6144, 2048, 512, 64, 192, 64, 32, 128, 3
+
+    def random(*size: int) -> Tensor:
+        return torch.randn(*size, device="cuda").mul_(size[-1] ** -0.5 if len(size) > 1 else 1.0).bfloat16()
+
+    layers = []
+    for _ in range(sets):
+        q_a, kv_a, wk, weights = (
+            random(q_latent, width),
+            random(latent + turned, width),
+            random(128, width),
+            random(32, width),
+        )
+        q_b, wq_b = random(heads * (nope + turned), q_latent), random(index * index_width, q_latent)
+        basic.lay_side_by_side(q_a, kv_a, wk, weights)
+        basic.lay_side_by_side(q_b, wq_b)
+        gains = [random(n) for n in (q_latent, latent, index_width, index_width)]
+        layers.append(
+            (
+                (q_a, gains[0], q_b),
+                (kv_a, gains[1]),
+                (wq_b, wk, gains[2], gains[3], weights),
+                random(heads, nope, latent),
+            )
+        )
+    x = torch.randn(sets, 1, tokens, width, device="cuda", dtype=torch.bfloat16)
+    rope = basic.rotations(torch.randint(100_000, (1, tokens), device="cuda"), turned, 1e6)
+    pools = random(4096, latent + turned), random(4096, index_width)
+    row_N = torch.randperm(4096, device="cuda")[:tokens]
+
+    def ours(i: int) -> object:
+        query, kv, indexer, w_uk = layers[i]
+        q, rows, keys, *index_q = triton.project(x[i], rope, query, kv, indexer, (heads, index), (1e-6,) * 3)
+        triton.store(row_N, (pools[0], rows[0]), (pools[1], keys[0]))
+        return triton.by_head(q[0, ..., :nope], w_uk, q[0, ..., nope:]), *index_q
+
+    def plain(i: int, kind: torch.dtype = torch.bfloat16) -> object:
+        (q_a, q_gain, q_b), (kv_a, kv_gain), (wq_b, wk, k_gain, k_bias, weights), w_uk = (
+            tuple(t.to(kind) for t in part) if isinstance(part, tuple) else part.to(kind) for part in layers[i]
+        )
+        h = x[i].to(kind)
+        q_latent = rms(h @ q_a.T, q_gain)
+        q = (q_latent @ q_b.T).unflatten(-1, (heads, -1))
+        q_rope = basic.rope_interleaved(q[..., nope:], rope.unsqueeze(-2))
+        full = torch.cat((torch.einsum("nhx,hxy->nhy", q[0, ..., :nope], w_uk), q_rope[0]), -1)
+        row = h @ kv_a.T
+        rows = torch.cat((rms(row[..., :latent], kv_gain), basic.rope_interleaved(row[..., latent:], rope)), -1)
+        key = basic.layer_norm(h @ wk.T, k_gain, k_bias)
+        keys = torch.cat((basic.rope_interleaved(key[..., :turned], rope), key[..., turned:]), -1)
+        pools[0].index_copy_(0, row_N, rows[0].bfloat16())
+        pools[1].index_copy_(0, row_N, keys[0].bfloat16())
+        iq = (q_latent @ wq_b.T).unflatten(-1, (index, -1))
+        iq = torch.cat((basic.rope_interleaved(iq[..., :turned], rope.unsqueeze(-2)), iq[..., turned:]), -1)
+        return full, iq, (h @ weights.T).float() * (index * index_width) ** -0.5
+
+    def rms(h: Tensor, gain: Tensor) -> Tensor:
+        return (h * (h.float().square().mean(-1, keepdim=True) + 1e-6).rsqrt()).to(h.dtype) * gain
+
+    oracle = plain(0, torch.float32)
+
+    def check(result: object) -> float:
+        return max(relative(a, b) for a, b in zip(result, oracle, strict=True))  # type: ignore[call-overload]
+
+    parameters = sum(t.numel() for part in layers[0] for t in (part if isinstance(part, tuple) else (part,)))
+    floor = floor_us(2.0 * parameters, 2.0 * parameters * tokens)
+    for name, call in (("ours", ours), ("torch", plain)):
+        table.add("preparation", f"{tokens} tokens", name, call, sets, floor, check)
+
+
+def bench_router(table: Table, sweep: bool) -> None:
+    weight = torch.randn(256, 6144, device="cuda") * 0.02
+    bias = torch.zeros(256, device="cuda")
+    for tokens in (1, 64, 4096, 16384):
+        x = torch.randn(4, tokens, 6144, device="cuda", dtype=torch.bfloat16)
+        exact = (x[0].double() @ weight.double().T).float()
+        floor = floor_us(weight.nbytes + x[0].nbytes + tokens * 2048.0)
+
+        def check(result: object, exact: Tensor = exact) -> float:
+            return relative(result[0], exact)  # type: ignore[index]
+
+        def ours(i: int, x: Tensor = x) -> object:
+            return triton.router(x[i], weight, bias, 8, normalise=True, scaling=2.5)
+
+        def plain(i: int, x: Tensor = x) -> object:
+            logits = torch.nn.functional.linear(x[i].float(), weight)
+            score = logits.sigmoid()
+            expert = (score + bias).topk(8, -1).indices
+            share = score.gather(-1, expert)
+            return logits, expert, share / share.sum(-1, keepdim=True) * 2.5
+
+        table.add("router", f"{tokens} tokens", "ours (Triton)", ours, 4, floor, check)
+        table.add("router", f"{tokens} tokens", "torch (unstable)", plain, 4, floor, check)
+
+
 # ---- experts ------------------------------------------------------------------------------------------------------
 
 MOE_SWEEP: dict[int, Sequence[tuple[tuple[int, ...], tuple[int, ...]]]] = {
@@ -369,6 +474,8 @@ BENCHES: dict[str, Callable[[Table, bool], None]] = {
     "topk": bench_topk,
     "index": bench_index,
     "select": bench_select,
+    "prepare": bench_prepare,
+    "router": bench_router,
     "moe": bench_moe,
 }
 
