@@ -71,15 +71,14 @@ class Activations:
 
     Args:
         order: the rank's computations. when: which micro-batches move (see `chosen`).
-        least_bytes: of a tensor that moves.
 
     Attributes:
         device_bytes, host_bytes: held now. peak_device, peak_host: the most so far. late: tensors that were read before
             their copy back had begun.
     """
 
-    def __init__(self, device: torch.device, order: Sequence[Any], when: When, least_bytes: int = LEAST_BYTES) -> None:
-        self.device, self.least_bytes = device, least_bytes
+    def __init__(self, device: torch.device, order: Sequence[Any], when: When) -> None:
+        self.device = device
         self.chosen = chosen(order, when)
         listed = computations(order)
         # While computation i runs, what i + 1 reads comes back.
@@ -109,7 +108,7 @@ class Activations:
             if t.device.type != self.device.type or _is_parameter(t):
                 return t
             size, storage = t.numel() * t.element_size(), t.untyped_storage()
-            if moves and self.least_bytes <= size <= storage.nbytes():  # larger: an expanded view
+            if moves and LEAST_BYTES <= size <= storage.nbytes():  # larger: an expanded view
                 held = StorageWeakRef(storage)
                 same = (held.cdata, t.storage_offset(), t._version, t.dtype, t.shape, t.stride())
                 if same not in seen:
