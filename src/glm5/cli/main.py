@@ -32,6 +32,7 @@ COMMANDS = {
     "demo": Command("train a small GLM-5 on real code, make it sparse, measure it, talk to it", "glm5.cli.demo"),
     "pretrain": Command("train a model with dense attention, from text", "glm5.cli.pretrain"),
     "sparsify": Command("adapt a dense model to sparse attention", "glm5.cli.sparsify"),
+    "sft": Command("fine-tune a model on conversations", "glm5.cli.sft"),
     "chat": Command("talk to a model in the terminal", "glm5.cli.chat"),
     "generate": Command("continue a text with a checkpoint", "glm5.cli.generate"),
     "serve": Command("answer over HTTP: OpenAI's, Anthropic's and SGLang's interfaces", "glm5.cli.serve"),

@@ -1,0 +1,243 @@
+"""`glm5 sft` as a function: a model learns from conversations, and is exported with its tokenizer.
+
+    RUN/config.json    everything that decides the result, which --config reads
+    RUN/data/          conversations as tokens and masks (`chat_data`); RUN/held-out/ those that only measure
+    RUN/checkpoints/   to resume from (`glm5.train.loop`)
+    RUN/model/         the result in the public layout
+    RUN/result.json    loss on the held-out conversations before and after, and what it took
+
+It is `glm5.train`'s loop on other rows: MTP trains along, on the same masks; nothing sees or predicts another
+conversation. Training at INT4 has its place in front of `Trainer`, where the model's linear layers are to be wrapped.
+Source: report, section 3.1. Read next: `chat_data`, `glm5.train.loop`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from glm5.model.config import ModelConfig
+from glm5.model.glm5 import GLM5
+from glm5.model.weights import load_model
+from glm5.posttrain.chat_data import ChatData, MixedLoader, Source, TooLong, prepare_chat
+from glm5.text.tokenizer import Tokenizer, load_tokenizer
+from glm5.train.config import TrainConfig
+from glm5.train.evaluate import held_out
+from glm5.train.loop import MAY_DIFFER, Trainer
+from glm5.train.prepare import Say
+from glm5.train.rows import check_stage
+from glm5.train.schedule import BatchWarmup, LearningRate
+from glm5.train.sparsify import keep_weights
+from glm5.utils.devices import resolve_device
+from glm5.utils.errors import ConfigError
+from glm5.utils.files import exclusive, read_json, require_writable, write_json
+from glm5.utils.runlog import keep_config
+
+# What a resumed run may change, beside its stage's `MAY_DIFFER`: where things lie, and how much is measured.
+ALSO_MAY_DIFFER = {"run", "checkpoint", "held_out", "held_out_rows", "dry_run"}
+
+
+def sft_training() -> TrainConfig:
+    """Our defaults; the report gives none. MTP and router bias have their late values, as after pre-training."""
+    return TrainConfig(
+        steps=300,
+        batch=BatchWarmup(8, 8, 0),
+        micro_batch=1,
+        lr=LearningRate(peak=1e-4, final=1e-5, warmup_steps=10),
+        mtp_weight=0.1,
+        bias_rate=0.0,
+        save_every=100,
+    )
+
+
+@dataclass(frozen=True)
+class SftConfig:
+    """Fine-tune a model on conversations."""
+
+    checkpoint: str = ""
+    """The model to begin with: a directory in the public layout, with its tokenizer."""
+    data: tuple[str, ...] = ()
+    """JSONL files of conversations: FILE, or FILE=RATIO for its weight among the others (of rows)."""
+    held_out: tuple[str, ...] = ()
+    """JSONL files that are only measured, before and after."""
+    run: str = "runs/sft"
+    """Directory of the run. An interrupted run goes on when the same command is given again."""
+    seq_len: int = 4096
+    """Tokens that a row predicts; no conversation may be longer."""
+    clear_thinking: bool = False
+    """Leave out what was thought before the last user's message, of conversations that do not say themselves. False is
+    preserved thinking."""
+    too_long: TooLong = "refuse"
+    """Conversations longer than a row: refuse the data, or drop and count them."""
+    device: str = "auto"
+    """cpu, cuda or cuda:N; auto is a GPU where there is one."""
+    held_out_rows: int | None = None
+    """Measure the first so many held-out rows only."""
+    dry_run: bool = False
+    """Read and render the conversations, print what training would be, and keep nothing."""
+    train: TrainConfig = field(default_factory=sft_training)
+
+    def __post_init__(self) -> None:
+        paths = [Source.parse(text).path for text in self.data]
+        twice = next((p for i, p in enumerate(paths) if p in paths[:i]), None)
+        if twice is not None:
+            raise ConfigError("data", twice, "is there twice: give a file once, with its ratio")
+        if self.seq_len < 1:
+            raise ConfigError("seq_len", self.seq_len, "must be at least 1")
+        if self.train.stage == "warmup":
+            raise ConfigError("train.stage", "warmup", "trains nothing that speaks; leave it out")
+
+    @property
+    def sources(self) -> list[Source]:
+        return [Source.parse(text) for text in self.data]
+
+
+@dataclass(frozen=True)
+class Tuned:
+    """What came of it. held_out: nats per learned token "before" and "after", empty where nothing was measured."""
+
+    run: Path
+    model: Path
+    steps: int
+    tokens: int
+    held_out: dict[str, float]
+    result: dict[str, Any]
+
+
+def resolve(config: SftConfig) -> tuple[SftConfig, ModelConfig]:
+    """The configuration with its device, and the stage and MTP depths that its model allows.
+
+    A sparse model trains with its selection, and its indexers on the KL, where a row is longer than what they select;
+    on shorter rows nothing is left out, and the stage is the dense one.
+
+    Raises:
+        UserError: the checkpoint cannot be used.
+    """
+    if not config.checkpoint:
+        raise ConfigError("checkpoint", "", "must name the model's directory: glm5 sft CHECKPOINT --data FILE ...")
+    if not config.data:
+        raise ConfigError(
+            "data", (), "must name at least one JSONL file of conversations: --data FILE [FILE=RATIO ...]"
+        )
+    model = ModelConfig.load(config.checkpoint)
+    if config.seq_len > model.max_position_embeddings:
+        rule = f"must be at most max_position_embeddings={model.max_position_embeddings}"
+        raise ConfigError("seq_len", config.seq_len, rule)
+    sparse = model.sparse and config.seq_len > model.index_topk
+    depths = config.train.mtp_depths if model.num_nextn_predict_layers else 0
+    training = replace(config.train, stage="sparse" if sparse else "pretrain", mtp_depths=depths)
+    return replace(config, device=resolve_device(config.device), train=training), model
+
+
+def sft(config: SftConfig, say: Say = print) -> Tuned:
+    """Train, export and measure; goes on where an earlier start of the same run ended.
+
+    Args:
+        say: receives lines for the user; progress goes to standard error.
+
+    Raises:
+        UserError: see `load_model`, `prepare_chat`, `Trainer` and `Trainer.run`.
+    """
+    config, _ = resolve(config)
+    run = require_writable(config.run)
+    with exclusive(run / ".sft.lock"):
+        tokenizer = load_tokenizer(config.checkpoint)
+        begun = (run / "checkpoints").exists()
+        if begun:
+            keep_config(run, config, begun=True, may_differ=MAY_DIFFER | ALSO_MAY_DIFFER)
+        keep_weights(config.checkpoint, run / "weights.json", begun=begun)
+        data = conversations(config, tokenizer, run / "data", begun=begun)
+        for line in describe(config, data):
+            say(line)
+        model = load_model(config.checkpoint, device=config.device, dtype="float32")
+        measure = Measure(config, tokenizer, run, begun)
+        measure("before", model, say)
+        trainer = train(config, data, model, run)
+        say(f"export    {run / 'model'}")
+        trainer.export(run / "model", tokenizer=tokenizer)
+        measure("after", trainer.model, say)
+        loader = trainer.loader
+        assert isinstance(loader, MixedLoader)
+        result = {
+            "steps": trainer.finished_steps,
+            "tokens": trainer.tokens,
+            "epochs": loader.epochs(trainer.samples),
+            "held_out": measure.loss,
+            "conversations": data.counts,
+        }
+        write_json(run / "result.json", result)
+    return Tuned(run, run / "model", trainer.finished_steps, trainer.tokens, measure.loss, result)
+
+
+def conversations(config: SftConfig, tokenizer: Tokenizer, directory: Path, *, begun: bool) -> ChatData:
+    """The conversations to train on, in `directory`."""
+    return prepare_chat(
+        [s.path for s in config.sources],
+        tokenizer,
+        directory,
+        seq_len=config.seq_len,
+        clear_thinking=config.clear_thinking,
+        too_long=config.too_long,
+        begun=begun,
+    )
+
+
+def describe(config: SftConfig, data: ChatData) -> list[str]:
+    """What will be trained on, a line a file."""
+    dataset = data.dataset(config.seq_len, 1 + config.train.mtp_depths)
+    loader = MixedLoader(dataset, {s.path: s.ratio for s in config.sources}, config.train.seed)
+    batch, steps = config.train.batch, config.train.steps
+    samples = 0
+    for _ in range(steps):
+        samples += batch.batch(samples)
+    passes = loader.epochs(samples)
+    lines = []
+    for path, (first, last) in dataset.task_rows.items():
+        counts, share = data.counts[path], loader.mixture.shares[path]
+        dropped = f", {counts['too_long']:,} too long and left out" if counts["too_long"] else ""
+        lines.append(
+            f"data      {path}: {counts['conversations']:,} conversations{dropped} in {last - first:,} rows; "
+            f"{share:.0%} of the mixture, {passes[path]:.3g} passes"
+        )
+    store = data.store
+    lines.append(f"          {store.targets:,} of {store.tokens:,} tokens are learned")
+    return lines
+
+
+def train(config: SftConfig, data: ChatData, model: GLM5, run: Path) -> Trainer:
+    """The training itself, in `run`."""
+    dataset = data.dataset(config.seq_len, 1 + config.train.mtp_depths)
+    check_stage(config.train, model.config, dataset)
+    loader = MixedLoader(dataset, {s.path: s.ratio for s in config.sources}, config.train.seed)
+    trainer = Trainer(config.train, model, loader, run)
+    may_differ = {*MAY_DIFFER, *ALSO_MAY_DIFFER}
+    trainer.run(resolved=replace(config, dry_run=False), may_differ=may_differ, title="sft")
+    return trainer
+
+
+class Measure:
+    """Loss on the held-out conversations, kept in RUN/held-out.json: a resumed run knows it as it was "before"."""
+
+    def __init__(self, config: SftConfig, tokenizer: Tokenizer, run: Path, begun: bool) -> None:
+        self.config, self.path = config, run / "held-out.json"
+        self.data = None
+        self.loss: dict[str, float] = read_json(self.path) if begun and self.path.exists() else {}
+        if config.held_out:
+            self.data = prepare_chat(
+                config.held_out,
+                tokenizer,
+                run / "held-out",
+                seq_len=config.seq_len,
+                clear_thinking=config.clear_thinking,
+                too_long=config.too_long,
+                begun=False,
+            ).dataset(config.seq_len, 1)
+
+    def __call__(self, name: str, model: GLM5, say: Say) -> None:
+        if self.data is None or (name == "before" and name in self.loss):
+            return
+        found = held_out(model, self.data, sparse=self.config.train.sparse, max_rows=self.config.held_out_rows)
+        self.loss[name] = found.loss
+        write_json(self.path, self.loss)
+        say(f"held out  {found.loss:.4f} nats a learned token {name} training; {found.accuracy:.1%} are the likeliest")

@@ -1,0 +1,178 @@
+"""Fine-tuning for true: a model learns eight conversations by heart and says them again, and is resumed in the same
+bytes; a sparse one trains its indexers where rows are longer than what they select."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from glm5.model.config import ModelConfig
+from glm5.model.glm5 import GLM5
+from glm5.model.weights import load_model, save_model
+from glm5.posttrain.sft import SftConfig, resolve, sft
+from glm5.text import load_tokenizer, messages_from_openai, parse, render
+from glm5.train.config import TrainConfig
+from glm5.train.loop import Trainer
+from glm5.train.schedule import BatchWarmup, LearningRate
+from glm5.utils.errors import ConfigError, DataError
+from support.conversations import tokenizer
+from support.training import tiny
+
+CAPITALS = {
+    "Oslo": "Norway",
+    "Paris": "France",
+    "Rome": "Italy",
+    "Bern": "Swiss",
+    "Kiev": "Ukraine",
+    "Riga": "Latvia",
+    "Lima": "Peru",
+    "Baku": "Azeri",
+}
+
+
+@pytest.fixture(autouse=True)
+def _one_thread() -> None:
+    torch.set_num_threads(1)
+
+
+def conversation(city: str, country: str) -> dict[str, Any]:
+    return {
+        "messages": [
+            {"role": "user", "content": f"{city}?"},
+            {"role": "assistant", "content": country, "reasoning_content": f"{city} is in"},
+        ]
+    }
+
+
+def write(path: Path, cities: dict[str, str] = CAPITALS) -> str:
+    path.write_text("".join(json.dumps(conversation(*item)) + "\n" for item in cities.items()))
+    return str(path)
+
+
+def checkpoint(directory: Path, **changes: Any) -> str:
+    t = tokenizer()
+    sizes = {**tiny().config.to_dict(), "vocab_size": -(-t.vocab_size // 64) * 64, "hidden_size": 48}
+    model = GLM5(ModelConfig.from_dict({**sizes, **changes}), seed=2)
+    save_model(model, directory / "base", tokenizer=t)
+    return str(directory / "base")
+
+
+def config(directory: Path, **changes: Any) -> SftConfig:
+    training: dict[str, Any] = dict(
+        steps=4,
+        batch=BatchWarmup(2, 2, 0),
+        micro_batch=2,
+        lr=LearningRate(2e-2, 2e-3),
+        bias_rate=0.0,
+        mtp_weight=0.1,
+        save_every=2,
+        measure_every=3,
+    )
+    training |= changes.pop("train", {})
+    defaults: dict[str, Any] = dict(
+        checkpoint=checkpoint(directory) if "checkpoint" not in changes else "",
+        data=(write(directory / "data.jsonl"),),
+        run=str(directory / "run"),
+        seq_len=64,
+        device="cpu",
+        train=TrainConfig(**training),
+    )
+    return SftConfig(**{**defaults, **changes})
+
+
+def test_eight_conversations_are_learned_and_said_again(tmp_path: Path) -> None:
+    said: list[str] = []
+    held = write(tmp_path / "held.jsonl")  # the same, to see them learned
+    found = sft(config(tmp_path, held_out=(held,), train=dict(steps=80, mtp_depths=1, save_every=80)), said.append)
+    assert found.held_out["before"] > 4
+    assert found.held_out["after"] < 0.05
+    assert any("8 conversations in" in line and "100% of the mixture" in line for line in said)
+    model, t = load_model(found.model), load_tokenizer(found.model)
+    for city, country in CAPITALS.items():
+        prompt = render(t, messages_from_openai([{"role": "user", "content": f"{city}?"}]), add_generation_prompt=True)
+        ids = list(model.generate(list(prompt.ids), max_new_tokens=40, stop_ids=(t.user_id, t.observation_id)))
+        assert ids[-1] == t.user_id  # the turn is ended by the model
+        answer = parse(t, ids, prompt_ids=prompt.ids)
+        assert (answer.reasoning, answer.content) == (f"{city} is in", country)
+    stored = json.loads((found.run / "result.json").read_text())
+    assert stored["conversations"][str(tmp_path / "data.jsonl")]["renderings"] == 8
+    assert stored["held_out"] == found.held_out
+
+
+def test_a_resumed_run_ends_in_the_same_bytes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    base = checkpoint(tmp_path)
+    data = (write(tmp_path / "a.jsonl") + "=3", write(tmp_path / "b.jsonl", {"Cairo": "Egypt", "Minsk": "Belarus"}))
+    held = (write(tmp_path / "held.jsonl"),)
+    whole = config(tmp_path, checkpoint=base, data=data, held_out=held, run=str(tmp_path / "whole"))
+    expected = sft(whole, lambda _: None)
+
+    step = Trainer.step
+    monkeypatch.setattr(
+        Trainer, "step", lambda self: step(self) if self.finished_steps < 3 else (_ for _ in ()).throw(Killed())
+    )
+    cut = replace(whole, run=str(tmp_path / "cut"))
+    with pytest.raises(Killed):
+        sft(cut, lambda _: None)
+    monkeypatch.undo()
+    found = sft(cut, lambda _: None)
+    name = "model.safetensors"
+    assert (found.model / name).read_bytes() == (expected.model / name).read_bytes()
+    assert found.result == expected.result
+
+    with pytest.raises(ConfigError, match="seq_len"):
+        sft(replace(cut, seq_len=48), lambda _: None)
+    write(tmp_path / "a.jsonl", {"Oslo": "Sweden"})
+    with pytest.raises(DataError, match="not those that"):
+        sft(cut, lambda _: None)
+
+
+class Killed(BaseException):
+    """As a kill: nothing of the trainer runs after it."""
+
+
+def test_a_sparse_model_trains_its_indexers_where_rows_are_long(tmp_path: Path) -> None:
+    base = checkpoint(tmp_path, glm5_attention="sparse")
+    long, _ = resolve(config(tmp_path, checkpoint=base))
+    short, _ = resolve(replace(config(tmp_path, checkpoint=base), seq_len=8))
+    assert (long.train.stage, short.train.stage) == ("sparse", "pretrain")
+    found = sft(config(tmp_path, checkpoint=base, train=dict(steps=1)), lambda _: None)
+    before, after = load_model(base), load_model(found.model)
+    assert after.config.sparse
+    moved = {
+        n
+        for (n, p), (_, q) in zip(before.named_parameters(), after.named_parameters(), strict=True)
+        if not torch.equal(p, q)
+    }
+    assert any(".indexer." in name for name in moved)
+    assert any(".o_proj." in name for name in moved)
+
+
+def test_a_model_without_mtp_trains_without(tmp_path: Path) -> None:
+    found, _ = resolve(config(tmp_path, checkpoint=checkpoint(tmp_path, num_nextn_predict_layers=0)))
+    assert found.train.mtp_depths == 0
+
+
+@pytest.mark.parametrize(
+    ("changes", "match"),
+    [
+        (dict(data=()), "data=.*must name at least one"),
+        (dict(seq_len=10_000_000), "seq_len=10000000: must be at most"),
+        (dict(checkpoint=""), "must name the model's directory"),
+    ],
+)
+def test_what_cannot_be_run_is_said_at_once(tmp_path: Path, changes: dict[str, Any], match: str) -> None:
+    made = replace(config(tmp_path), **changes)
+    with pytest.raises(ConfigError, match=match):
+        resolve(made)
+
+
+def test_contradictions_are_refused() -> None:
+    with pytest.raises(ConfigError, match=r"a\.jsonl.*is there twice"):
+        SftConfig(data=("a.jsonl", "a.jsonl=2"))
+    with pytest.raises(ConfigError, match="warmup"):
+        SftConfig(data=("a",), train=TrainConfig(stage="warmup"))
