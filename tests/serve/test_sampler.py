@@ -155,6 +155,7 @@ def test_greedy_figures_are_of_the_undivided_logits() -> None:
     expected = logits[0, :V].double().log_softmax(-1)
     assert chosen.info[0].logprob == pytest.approx(float(expected.max()), abs=1e-5)
     assert chosen.info[0].kept == chosen.ids
+    assert chosen.info[0].kept_logprob == chosen.info[0].logprob
 
 
 def test_the_kept_set_is_what_could_be_drawn() -> None:
@@ -168,8 +169,13 @@ def test_the_kept_set_is_what_could_be_drawn() -> None:
     assert sorted(ids) == sorted(order[:5])
     assert drawn <= set(ids)
     assert len(drawn) > 2
+    (one,) = sampler.choose(logits, [state_of(sampler, seed=1, temperature=0.7, top_k=5, kept_set=True)])
+    of_kept = (logits[0, :V].double() / 0.7)[order[:5]].log_softmax(-1)  # the distribution that was drawn from
+    assert one.info[0].logprob - one.info[0].kept_logprob == pytest.approx(
+        float(of_kept[order.index(one.ids[0])]), abs=1e-5
+    )
     (one,) = sampler.choose(logits, [state_of(sampler, seed=1, kept_set=True)])
-    assert one.info[0].kept is None
+    assert (one.info[0].kept, one.info[0].kept_logprob) == (None, 0.0)
     (one,) = sampler.choose(logits, [state_of(sampler, seed=1, top_k=5)])
     assert one.info == ()
 

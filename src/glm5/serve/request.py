@@ -122,12 +122,16 @@ class Finish:
 
 @dataclass(frozen=True)
 class TokenInfo:
-    """One id's figures: its log-probability (natural), the likeliest alternatives, and the ids that truncation left to
-    draw from (None: it took none away, or was not asked for)."""
+    """One id's figures: its log-probability (natural), the likeliest alternatives, the ids that truncation left to draw
+    from (None: it took none away, or was not asked for), and the logarithm of the probability that these had together.
+
+    `logprob - kept_logprob` is the id's log-probability in the distribution that was drawn from.
+    """
 
     logprob: float
     top: tuple[tuple[int, float], ...] = ()
     kept: tuple[int, ...] | None = None
+    kept_logprob: float = 0.0
 
 
 @dataclass(frozen=True)

@@ -217,19 +217,22 @@ class Sampler:
             # Subtracting first keeps tiny temperatures from overflowing to inf - inf, the bound from dividing 0 by 0.
             heat_N = x_NV.new_tensor([max(p.temperature, 1e-30) if p.temperature > 0 else 1.0 for p in params])
             x_NV = ((x_NV - best_N[:, None]) / heat_N[:, None]).log_softmax(-1)
-        sets: dict[int, tuple[int, ...]] = {}
+        sets: dict[int, tuple[tuple[int, ...], float]] = {}
         if sampled:
             id_N[sampled], keep_SV = race(x_NV[sampled].exp(), [params[row] for row in sampled], keys)
             for i, row in enumerate(sampled):
                 if with_figures and keep_SV is not None and params[row].kept_set and truncates(params[row]):
-                    sets[row] = tuple(keep_SV[i].nonzero()[:, 0].tolist())
+                    of_kept = float(x_NV[row].masked_fill(~keep_SV[i], -torch.inf).logsumexp(-1))
+                    sets[row] = tuple(keep_SV[i].nonzero()[:, 0].tolist()), of_kept
         ids = id_N.tolist()
         infos: dict[int, TokenInfo] = {}
         if wanted:
             of_wanted = figures(x_NV[wanted], id_N[wanted], [params[row].logprobs or 0 for row in wanted])
             for row, info in zip(wanted, of_wanted, strict=True):
-                greedy = (ids[row],) if params[row].temperature == 0 and params[row].kept_set else None
-                infos[row] = replace(info, kept=sets.get(row, greedy))
+                if params[row].temperature == 0 and params[row].kept_set:
+                    sets[row] = (ids[row],), info.logprob
+                kept, of_kept = sets.get(row, (None, 0.0))
+                infos[row] = replace(info, kept=kept, kept_logprob=of_kept)
         for row, (id, sound, is_open) in enumerate(zip(ids, sound_N.tolist(), open_N.tolist(), strict=True)):
             yield _Row(id, NOT_FINITE if not sound else "" if is_open else NOTHING_LEFT, infos.get(row))
 
