@@ -18,6 +18,9 @@ from glm5.posttrain import losses
 from glm5.posttrain.logprobs import Kept, action_logprobs
 from glm5.posttrain.losses import BatchCounts, LossConfig, policy_loss
 from glm5.posttrain.rows import PolicyRows, Trajectory, micro_batches, pack
+from glm5.serve.config import EngineConfig
+from glm5.serve.engine import Engine
+from glm5.serve.request import Request, SamplingParams, TokenInfo
 from glm5.utils.errors import ConfigError, DataError
 from support.training import VOCAB, tiny
 
@@ -203,6 +206,45 @@ def test_gradients_of_logprobs_and_entropy() -> None:
     logprobs, entropy = both(hidden, head)
     torch.testing.assert_close(logprobs, probs.gather(1, targets[:, None]).squeeze(1).log())
     torch.testing.assert_close(entropy, torch.special.entr(probs).sum(-1))
+
+
+@pytest.mark.parametrize("sampling", [dict(temperature=0.7), dict(temperature=0.8, top_p=0.7), dict(top_k=4)])
+def test_the_engines_rollouts_have_a_ratio_of_one(sampling: dict[str, float]) -> None:
+    """Tokens, log-probabilities and kept sets as the engine gives them, against a pass of the trainer: packed, and at
+    rounding's distance (the engine decodes from a cache, by other operators)."""
+    model = tiny().eval()
+    engine = Engine(model, EngineConfig(pages=64))
+    params = SamplingParams(max_new_tokens=14, logprobs=0, kept_set=True, seed=3, ignore_eos=True, n=3, **sampling)  # type: ignore[arg-type]
+    prompts = [[5, 9, 11], [7, 8, 30, 31, 32, 33]]
+    for i, prompt in enumerate(prompts):
+        engine.add(Request(prompt, params, rid=str(i)))
+    ids: dict[tuple[str, int], list[int]] = {}
+    info: dict[tuple[str, int], list[TokenInfo]] = {}
+    while engine.has_work:
+        for delta in engine.step():
+            ids.setdefault((delta.rid, delta.index), []).extend(delta.ids)
+            info.setdefault((delta.rid, delta.index), []).extend(delta.info)
+    found = []
+    for number, ((rid, _), answer) in enumerate(ids.items()):
+        prompt, given = prompts[int(rid)], info[rid, _]
+        none = [None] * len(prompt)
+        found.append(
+            Trajectory(
+                [*prompt, *answer],
+                [False] * len(prompt) + [True] * len(answer),
+                [0.0] * len(prompt) + [x.logprob - x.kept_logprob for x in given],
+                number,
+                temperature=params.temperature,
+                kept=[*none, *(x.kept for x in given)],
+            )
+        )
+    rows = pack(found, SEQ_LEN)
+    assert int(rows.mask_BT.sum()) == 6 * 14
+    ratio = (rows.logprobs(model).logprobs_N - rows.logprobs_BT[rows.mask_BT]).exp()
+    torch.testing.assert_close(ratio, torch.ones_like(ratio), rtol=0, atol=1e-4)
+    if "top_p" in sampling or "top_k" in sampling:
+        plain = replace(rows, kept=None)  # what forgetting the kept set would do
+        assert float((plain.logprobs(model).logprobs_N - rows.logprobs_BT[rows.mask_BT]).abs().max()) > 0.05
 
 
 # ------------------------------------------------------------------------------------------------ one gradient
