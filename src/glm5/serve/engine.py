@@ -91,8 +91,6 @@ class Engine:
         if not 0 <= config.context <= longest:
             raise ConfigError("context", config.context, f"must be at most max_position_embeddings={longest}")
         self.model, self.config = model, config
-        if model.device.type == "cuda":
-            model.lay_out()
         self.context = config.context or longest
         self.vocab_size = min(model.config.vocab_size, tokenizer.vocab_size if tokenizer else model.config.vocab_size)
         self.speculation = SpeculationStats()
@@ -143,6 +141,8 @@ class Engine:
 
     def _record(self, pages: int) -> None:
         """Begin to record decode steps, where that is possible."""
+        if self.model.device.type == "cuda":
+            self.model.lay_out()  # again where weights have been given new memory
         record = recorder_for(self.model.device) if self.config.cuda_graphs else None
         self._graphs = None
         if record is not None:
