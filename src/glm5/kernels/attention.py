@@ -54,7 +54,7 @@ def sparse_attention(
     The absorbed form (G = 1) gathers rows; the expanded form masks. Shapes as in `dense_attention`; with `pages`, in
     the absorbed form only, keys and values are those of a pool, [1, rows, 1, width].
     """
-    if torch.is_grad_enabled() and (q_BTHX.requires_grad or k_BSGX.requires_grad):
+    if pages is None and torch.is_grad_enabled() and (q_BTHX.requires_grad or k_BSGX.requires_grad):
         return sparse_attention_lse(q_BTHX, k_BSGX, v_BSGV, selected_BTK, visible, scale)[0]
     fast = pick("sparse_attention", q_BTHX, k_BSGX, v_BSGV)
     if fast is not None:
