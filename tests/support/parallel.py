@@ -47,12 +47,12 @@ def make(world: World | None, directory: str | Path, run: str = "run", **changes
 
 
 def gradients(of: Trainer) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """Whole gradients of the next step before its update, and its metrics."""
+    """Whole gradients of the next step before its update, of the parameters that are here, and its metrics."""
     found: dict[str, Tensor] = {}
     step = of.optimizer.step
 
     def catch(**options: Any) -> Any:
-        for name, p in of.model.named_parameters():
+        for name, p in of._parts.named_parameters():
             if p.grad is not None:
                 found[name] = whole(p.grad).clone()
         return step(**options)
@@ -64,8 +64,8 @@ def gradients(of: Trainer) -> tuple[dict[str, Tensor], dict[str, Any]]:
 
 
 def weights(of: Trainer) -> dict[str, Tensor]:
-    """Everything that the model holds, whole."""
-    return {name: whole(t.detach()).clone() for name, t in of.model.state_dict().items()}
+    """Everything that the model, or its stages here, hold; whole."""
+    return {name: whole(t.detach()).clone() for name, t in of._state().items()}
 
 
 def optimizer_state(of: Trainer) -> dict[str, Tensor]:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import cached_property
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -49,6 +50,12 @@ class Holdings:
         self.rank = group.rank()
         self.boxes = gathered
         self._index = {p: i for i, p in enumerate(parameters)}
+
+    def gathered(self, value: Any) -> list[Any]:
+        """Everyone's `value`."""
+        found: list[Any] = [None] * self.everyone.size()
+        dist.all_gather_object(found, value, group=self.everyone)
+        return found
 
     def of(self, parameters: Sequence[Tensor]) -> list[list[Box]]:
         """[rank][parameter]: where these parameters' parts lie."""

@@ -46,7 +46,8 @@ def parallelize(model: GLM5, world: World, *, reshard: bool = True) -> GLM5:
     """
     world.mesh.check_model(model.config)
     split_tensors(model, world)
-    split_head(model, world)
+    if hasattr(model, "lm_head"):  # a pipeline's stage may have none
+        split_head(model, world)
     spread_experts(model, world)
     for module in list(model.modules()):
         if isinstance(module, MLA) and not isinstance(module, ShardedMLA):

@@ -13,7 +13,7 @@ import resource
 import time
 from collections.abc import Callable, Collection
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -27,16 +27,20 @@ from glm5.model.weights import save_model
 from glm5.parallel.mesh import World
 from glm5.train.checkpoint import CheckpointStore
 from glm5.train.config import TrainConfig
+from glm5.train.estimate import count_parameters
 from glm5.train.losses import language_model_loss, router_bias_update
 from glm5.train.optim import MuonSplit, clip_grad_norm, first_nonfinite, parameter_roles
 from glm5.train.random_state import capture_random_state, restore_random_state, seed_random_state
-from glm5.train.ranks import Ranks, SilentLog
+from glm5.train.ranks import PipelineOptions, Ranks, SilentLog
 from glm5.train.rows import Rows, check_stage
 from glm5.train.stopping import stop_requests
 from glm5.train.totals import Counts, IndexerFigures, Totals, weighted
 from glm5.utils.errors import CheckpointError, NumericalError, UserError
 from glm5.utils.progress import Progress
 from glm5.utils.runlog import RunLog, keep_config
+
+if TYPE_CHECKING:
+    from glm5.parallel.pipeline.engine import Pipeline
 
 # Fields that a resumed run may change: they decide how chatty and how safe it is, not what is computed.
 MAY_DIFFER = {"log_every", "save_every", "keep"}
@@ -50,6 +54,7 @@ class Trainer:
         directory: of the run: checkpoints, metrics, configuration.
         world: the ranks that train together, each with the same arguments; None is one process. The model comes whole
             to every rank, and is placed as the world's mesh says.
+        pipeline: how its stages run, where the mesh has several.
 
     A checkpoint that the directory already holds is resumed from, unless its configuration differs (an error).
 
@@ -58,19 +63,28 @@ class Trainer:
     """
 
     def __init__(
-        self, config: TrainConfig, model: GLM5, loader: Loader, directory: str | Path, world: World | None = None
+        self,
+        config: TrainConfig,
+        model: GLM5,
+        loader: Loader,
+        directory: str | Path,
+        world: World | None = None,
+        pipeline: PipelineOptions | None = None,
     ) -> None:
         check_stage(config, model.config, loader.dataset)
         self.ranks = Ranks(world)
         self.ranks.check_batch(config)
         self.config, self.model, self.loader, self.directory = config, model, loader, Path(directory)
+        self.parameters = count_parameters(model)
         given = {name: p.detach() for name, p in model.named_parameters()}
         self.model.to(self._dtype()).train()
         for name, parameter in model.named_parameters():
             is_indexer = ".indexer." in name
             parameter.requires_grad_(config.trains_indexer if is_indexer else config.trains_model)
-        self.ranks.place(model)
-        roles = parameter_roles(model, model.config, split_heads=config.split_heads)
+        self.pipeline = self.ranks.place(model, pipeline or PipelineOptions())
+        if self.pipeline is not None:  # the other stages' parameters are not kept
+            self.model = next(iter(self.pipeline.stages.values()))
+        roles = parameter_roles(self._parts, model.config, split_heads=config.split_heads)
         rate = config.lr.at(0, config.steps)
         self.holdings = self.ranks.holdings([role.parameter for role in roles])
         self.optimizer = MuonSplit(
@@ -88,11 +102,16 @@ class Trainer:
                 else:  # whole on the main rank, which exports them; a mark on the others
                     self.resting[role.name] = exact.cpu() if self.ranks.main else exact.new_empty(0)
         self.cost = training_cost(model.config, config.sparse)
-        self.routers = [m for m in model.modules() if isinstance(m, Router)]
+        self.routers = [m for m in self._parts.modules() if isinstance(m, Router)]
         self.store = self.ranks.store(self.directory / "checkpoints", config.keep, self._places)
         self.finished_steps = 0
         self.samples = 0
         self.tokens = 0
+
+    @property
+    def _parts(self) -> Any:
+        """What this process holds of the model, a GLM5 or a Pipeline: both name it as the whole model does."""
+        return self.model if self.pipeline is None else self.pipeline
 
     def _dtype(self) -> torch.dtype:
         precision = self.config.precision
@@ -116,15 +135,10 @@ class Trainer:
         mtp_rows = max(1, round(config.mtp_share * count)) if config.mtp_depths else 0
         counts = Counts(rows=count, mtp_rows=mtp_rows, tokens=max(1, tokens), queries=queries)
         self.optimizer.zero_grad(set_to_none=True)
-        totals = Totals(len(self.routers), self.model.config.num_hidden_layers)
-        bad: tuple[float, Rows] | None = None
-        for i, micro in enumerate(rows):
-            loss = self._losses(micro, i * config.micro_batch, counts, totals)
-            if not math.isfinite(float(loss.detach())):
-                bad = float(loss.detach()), micro
-                if self.ranks.alone:  # others would wait for this rank's part of the backward pass
-                    break
-            loss.backward()
+        if self.pipeline is None:
+            totals, bad = self._in_turn(rows, counts)
+        else:
+            totals, bad = self._in_stages(self.pipeline, rows, counts)
         if self.ranks.any(bad is not None):
             raise self._bad_loss(bad, rows[0])
         self.ranks.at(self.finished_steps, "2 update")
@@ -135,7 +149,7 @@ class Trainer:
         self.optimizer.step(measure=measure)
         totals.over(self.ranks)
         if config.trains_model and (rate := config.bias_rate_at(self.tokens)):
-            self._balance(totals.loads, rate)
+            self._balance(totals.own_loads, rate)
         seconds = time.perf_counter() - began
         self.finished_steps += 1
         self.samples += count
@@ -153,21 +167,64 @@ class Trainer:
         if measure:
             metrics["update_rms"] = dict(self.optimizer.update_rms)
             metrics["router_bias"] = self._bias_range()
-            if self.model.config.attention == "mla" and config.stage != "warmup":
+            if self.model.config.attention == "mla" and config.stage != "warmup" and self.pipeline is None:
                 # What a stage measures on its way stands: in the sparse one, of the selected positions.
                 metrics = {**self.measure_attention(rows[0]), **metrics}
         return metrics
 
-    def _losses(self, rows: Rows, first: int, counts: Counts, totals: Totals) -> Tensor:
-        """The step's loss from one micro-batch, whose rows begin with the step's row `first`.
+    def _in_turn(self, rows: list[Rows], counts: Counts) -> tuple[Totals, tuple[float, Rows] | None]:
+        """Every micro-batch forward and backward; the sums, and the loss that was not finite with its rows."""
+        totals = Totals(len(self.routers), self.model.config.num_hidden_layers)
+        bad: tuple[float, Rows] | None = None
+        for i, micro in enumerate(rows):
+            loss = self._losses(micro, i * self.config.micro_batch, counts, totals)
+            if not math.isfinite(float(loss.detach())):
+                bad = float(loss.detach()), micro
+                if self.ranks.alone:  # others would wait for this rank's part of the backward pass
+                    break
+            loss.backward()
+        return totals, bad
 
-        Sums over the whole step's counts, so that it does not matter how a step is cut. MTP runs on the first
-        `counts.mtp_rows` rows of the step; its terms are scaled up to all, and averaged over the depths.
-        """
+    def _in_stages(
+        self, pipeline: Pipeline, rows: list[Rows], counts: Counts
+    ) -> tuple[Totals, tuple[float, Rows] | None]:
+        """The same, of this rank's stages of a pipeline."""
+        from glm5.parallel.pipeline.stage import Pass, Work
+        from glm5.train.piped import StageTotals
+
+        config, totals = self.config, StageTotals(pipeline, self.model.config)
+
+        def objective(done: Pass) -> Tensor | None:
+            targets = [done.rows.targets[0]]
+            if done.kept:
+                targets += done.rows.head(done.kept).targets[1 : config.mtp_depths + 1]
+            here = [stage for stage in pipeline.stages.values() if stage.parts.head] if done.hidden else []
+            loss = self._terms(counts, done.hidden, here[0] if here else None, targets, done.trunk, done.mtp, totals)
+            totals.add_stage(done.parts, done.trunk, done.mtp)
+            return done.head_VD.new_zeros(()) if loss is None and done.head_VD is not None else loss
+
+        dealt = sum(len(r.ids_BS) for r in rows)
+        work = Work(
+            rows,
+            objective,
+            depths=config.mtp_depths,
+            mtp_rows=self.ranks.mtp_rows(counts.mtp_rows, 0, dealt)[0],
+            sparse=config.sparse,
+            indexer=config.trains_indexer,
+            balance=config.trains_model,
+            joint=config.trains_model,
+        )
+        loss = float(sum(float(x) for x in pipeline.step(work)))
+        return totals, None if math.isfinite(loss) else (loss, rows[0])
+
+    def _losses(self, rows: Rows, first: int, counts: Counts, totals: Totals) -> Tensor:
+        """The step's loss from one micro-batch, whose rows begin with the step's row `first`. See `_terms`."""
         config, model = self.config, self.model
-        aux = Aux(indexer=config.trains_indexer, balance=config.trains_model, valid=rows.valid_BT(), total=rows.total)
-        options: dict[str, Any] = dict(sparse=config.sparse, aux=aux)
-        hidden = [model.hidden(rows.input_BT, documents=rows.documents_BT, cache=rows.held, **options)]
+        wanted: dict[str, Any] = dict(indexer=config.trains_indexer, balance=config.trains_model, total=rows.total)
+        trunk, mtp = Aux(**wanted, valid=rows.valid_BT()), Aux(**wanted)
+        hidden = [
+            model.hidden(rows.input_BT, documents=rows.documents_BT, cache=rows.held, sparse=config.sparse, aux=trunk)
+        ]
         targets = [rows.targets[0]]
         kept, counted = self.ranks.mtp_rows(counts.mtp_rows, first, len(rows.ids_BS))
         if kept:
@@ -178,31 +235,51 @@ class Trainer:
                 config.mtp_depths,
                 documents=share.documents_BS,
                 cache=share.held,
-                **options,
+                sparse=config.sparse,
+                aux=mtp,
             )
             for depth in range(1, config.mtp_depths + 1):
-                aux.valid = share.valid_BT(depth)  # read when the depth is asked for
+                mtp.valid = share.valid_BT(depth)  # read when the depth is asked for
                 hidden.append(next(depths))
                 targets.append(share.targets[depth])
-        scale = counts.rows / counts.mtp_rows if kept else 0.0
-        per_depth = scale / config.mtp_depths if kept else 0.0
-        loss = hidden[0].new_zeros((), dtype=torch.float32)
-        if config.trains_model:
-            mtp_weight = config.mtp_weight_at(self.tokens) * scale
-            weight, head = self.ranks.head(model)
-            lm = language_model_loss(hidden, weight, targets, mtp_weight=mtp_weight, cross_entropy=head.cross_entropy)
-            loss = loss + lm.loss_sum / counts.tokens
-            totals.add_lm(lm.ce_sums, lm.tokens)
-            if aux.balance_losses:
-                routed = model.config.layer_types.count("sparse")
-                balance = weighted(aux.balance_losses, routed, per_depth)
-                loss = loss + config.balance_weight * balance / counts.rows
+        loss = self._terms(counts, hidden, model, targets, trunk, mtp, totals)
+        totals.add_loads([*trunk.loads, *mtp.loads])
         if config.trains_indexer:
-            kl = weighted([x.kl for x in aux.indexer_losses], model.config.num_hidden_layers, per_depth)
-            loss = loss + config.indexer_weight * kl / counts.queries
-            totals.indexers.add(aux.indexer_losses)
-        totals.add_loads(aux.loads)
-        return loss
+            totals.indexers.add([*trunk.indexer_losses, *mtp.indexer_losses])
+        return hidden[0].new_zeros((), dtype=torch.float32) if loss is None else loss
+
+    def _terms(
+        self,
+        counts: Counts,
+        hidden: list[Tensor],
+        model: GLM5 | None,
+        targets: list[tuple[Tensor, Tensor]],
+        trunk: Aux,
+        mtp: Aux,
+        totals: Totals,
+    ) -> Tensor | None:
+        """The step's loss from what layers and heads made of one micro-batch; None where they made nothing.
+
+        Sums over the whole step's counts, so that it does not matter how a step is cut. MTP runs on the first
+        `counts.mtp_rows` rows of the step; its terms are scaled up to all, and averaged over the depths.
+        """
+        config, terms = self.config, []
+        scale = counts.rows / counts.mtp_rows if counts.mtp_rows else 0.0
+        per_depth = scale / config.mtp_depths if counts.mtp_rows else 0.0
+        if config.trains_model and hidden:
+            assert model is not None
+            weight, head = self.ranks.head(model)
+            mtp_weight = config.mtp_weight_at(self.tokens) * scale if len(hidden) > 1 else 0.0
+            lm = language_model_loss(hidden, weight, targets, mtp_weight=mtp_weight, cross_entropy=head.cross_entropy)
+            terms.append(lm.loss_sum / counts.tokens)
+            totals.add_lm(lm.ce_sums, lm.tokens)
+        if balances := [*trunk.balance_losses, *mtp.balance_losses]:
+            balance = weighted(balances, len(trunk.balance_losses), per_depth)
+            terms.append(config.balance_weight * balance / counts.rows)
+        if kls := [x.kl for x in (*trunk.indexer_losses, *mtp.indexer_losses)]:
+            kl = weighted(kls, len(trunk.indexer_losses), per_depth)
+            terms.append(config.indexer_weight * kl / counts.queries)
+        return sum(terms[1:], terms[0]) if terms else None
 
     def _rows(self, count: int) -> list[Rows]:
         """This rank's micro-batches of a step of so many rows."""
@@ -231,7 +308,7 @@ class Trainer:
             router.e_score_correction_bias.copy_(router_bias_update(router.e_score_correction_bias, load, rate))
 
     def _trainable(self) -> list[tuple[str, nn.Parameter]]:
-        return [(n, p) for n, p in self.model.named_parameters() if p.requires_grad]
+        return [(n, p) for n, p in self._parts.named_parameters() if p.requires_grad]
 
     # ------------------------------------------------------------------ looking
     @torch.no_grad()
@@ -253,10 +330,12 @@ class Trainer:
     @torch.no_grad()
     def _first_bad(self, rows: Rows) -> str:
         """Which parameter, or which module's output in forward order, is the first that is not finite, and where."""
-        bad = first_nonfinite((n, self.ranks.local(p)) for n, p in self.model.named_parameters())
+        bad = first_nonfinite((n, self.ranks.local(p)) for n, p in self._parts.named_parameters())
         said = self.ranks.first(bad and f"parameter {bad}")
         if said is not None:
             return said
+        if self.pipeline is not None:
+            return "not a parameter"
         found: list[str] = []
 
         def watch(name: str) -> Callable[..., None]:
@@ -283,7 +362,7 @@ class Trainer:
         if not self.ranks.alone:  # each rank has its own device, and draws nothing from it
             random_tensors = {name: t for name, t in random_tensors.items() if not name.startswith("torch.cuda")}
         tensors = {
-            "model": dict(self.model.state_dict()),
+            "model": self._state(),
             "optimizer": self.optimizer.named_state(),
             "random": random_tensors,
         }
@@ -297,8 +376,13 @@ class Trainer:
             seed_random_state(self.config.seed)
             return []
         try:
-            self.model.load_state_dict(found.tensors["model"])
-        except RuntimeError as e:
+            if self.pipeline is None:
+                self.model.load_state_dict(found.tensors["model"])
+            else:
+                from glm5.train.piped import load_state
+
+                load_state(self.pipeline, found.tensors["model"])
+        except (RuntimeError, CheckpointError) as e:
             what = f"{found.path} holds another model: {' '.join(str(e).split())[:300]}"
             mend = "Resume with the model it was saved with, or choose another directory"
             raise CheckpointError(what, mend) from None
@@ -311,10 +395,18 @@ class Trainer:
         self.finished_steps, self.samples, self.tokens = found.step, found.state["samples"], found.state["tokens"]
         return list(found.warnings)
 
+    def _state(self) -> dict[str, Tensor]:
+        """What this process holds of the model, by name."""
+        if self.pipeline is None:
+            return dict(self.model.state_dict())
+        from glm5.train.piped import state
+
+        return state(self.pipeline)
+
     def _places(self) -> dict[str, Tensor]:
         """Where each tensor of a checkpoint lies: see `ShardedStore`."""
-        places: dict[str, Tensor] = {f"model/{name}": t for name, t in self.model.state_dict().items()}
-        for name, p in self.model.named_parameters():
+        places: dict[str, Tensor] = {f"model/{name}": t for name, t in self._state().items()}
+        for name, p in self._parts.named_parameters():
             places |= {f"optimizer/{name}.{key}": p for key in ("momentum", "exp_avg", "exp_avg_sq", "master")}
         return places
 
@@ -325,19 +417,26 @@ class Trainer:
         """
         if self.ranks.alone and self.model.dtype == torch.float32:
             return self.model
-        exact = self.optimizer.named_state() | {f"{name}.master": t for name, t in self.resting.items()}
+        masters = self.optimizer.named_state() | {f"{name}.master": t for name, t in self.resting.items()}
+        exact = {name: masters.get(f"{name}.master", t).detach() for name, t in self._state().items()}
         main = self.ranks.main
-        device = self.model.device if self.ranks.alone else "cpu"
-        with torch.device("cpu" if main else "meta"):
-            full = GLM5(self.model.config.replace(dtype="float32"), seed=None).to(device if main else "meta")
-        tensors = {}
-        for name, t in self.model.state_dict().items():
-            got = self.ranks.whole(exact.get(f"{name}.master", t).detach())
-            if main:
-                tensors[name] = got.to(device)
+        device = self.model.device if self.ranks.alone else torch.device("cpu" if main else "meta")
+        with device:
+            full = GLM5(self.model.config.replace(dtype="float32"), seed=None)
+        if self.pipeline is not None:
+            from glm5.train.piped import brought_together
+
+            assert self.ranks.world is not None
+            tensors = brought_together(exact, self.ranks.world)
+        else:  # one after the other, so that only the main rank ever has them all
+            tensors = {name: got for name, t in exact.items() if (got := self._whole_on_main(t)) is not None}
         if main:
             full.load_state_dict(tensors)
         return full
+
+    def _whole_on_main(self, t: Tensor) -> Tensor | None:
+        whole = self.ranks.whole(t)
+        return (whole if self.ranks.alone else whole.cpu()) if self.ranks.main else None
 
     def export(self, path: str | Path, tokenizer: Any = None) -> None:
         """Write the model in the public layout, in fp32, over what an earlier start of the run exported there."""

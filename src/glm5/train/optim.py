@@ -119,6 +119,8 @@ class MuonSplit(torch.optim.Optimizer):
         ):
             if members:
                 groups.append({"params": [(r.name, r.parameter) for r in members], **settings})
+        if not groups and holdings is not None:  # a stage of a pipeline may hold nothing that trains
+            groups.append({"params": [], "param_names": [], **adamw, "weight_decay": 0.0})
         self._ns_dtype = ns_dtype
         self._master_weights = master_weights
         self._metric_group = {role.parameter: role.group for role in roles}

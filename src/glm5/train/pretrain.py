@@ -20,7 +20,7 @@ from typing import Any
 
 import torch
 
-from glm5.data.loader import Loader
+from glm5.data.loader import Loader, TokenDataset
 from glm5.model.config import ModelConfig
 from glm5.model.glm5 import GLM5
 from glm5.model.presets import nano
@@ -28,11 +28,10 @@ from glm5.parallel.mesh import Mesh, World, launched, open_world
 from glm5.parallel.watch import check_alike, watched
 from glm5.text.tokenizer import Tokenizer, load_tokenizer
 from glm5.train.config import TrainConfig
-from glm5.train.estimate import count_parameters
-from glm5.train.evaluate import held_out
+from glm5.train.evaluate import HeldOut, held_out
 from glm5.train.loop import Trainer
 from glm5.train.prepare import Prepared, Say, TextConfig, opened, prepare
-from glm5.train.ranks import Ranks
+from glm5.train.ranks import PipelineOptions, Ranks
 from glm5.train.schedule import BatchWarmup, LearningRate
 from glm5.utils.config_io import to_dict
 from glm5.utils.devices import resolve_device
@@ -41,6 +40,7 @@ from glm5.utils.files import exclusive, require_writable, write_json
 
 # What a resumed run may change, beside its stage's `loop.MAY_DIFFER`: where things lie, and how much is measured.
 ALSO_MAY_DIFFER = {"run", "corpus", "tokenizer", "held_out_rows", "dry_run", "mesh", "restarts", "hang_seconds"}
+ALSO_MAY_DIFFER |= {"schedule", "layout", "stages_per_rank", "reduce_every", "offload", "recompute"}
 
 
 @dataclass(frozen=True)
@@ -60,6 +60,8 @@ class PretrainConfig(TextConfig):
     mesh: str = ""
     """How processes that torchrun started divide the work, like dp=2,ep=2,tp=2 (axes: dp, pp, cp, tp; ep and shard fold
     on dp x cp); by default all of them divide the rows."""
+    pipeline: PipelineOptions = field(default_factory=PipelineOptions)
+    """How the stages run, where the mesh has pp."""
     restarts: int = 0
     """On processes that this command starts itself: how often all are started again, from the newest checkpoint, after
     one has failed."""
@@ -233,7 +235,7 @@ def train(config: PretrainConfig, data: Prepared, run: Path, world: World | None
     """The training itself, in `run`."""
     model = GLM5(config.model, seed=config.init_seed).to(config.device if world is None else world.device)
     loader = Loader(data.training, config.train.seed)
-    trainer = Trainer(config.train, model, loader, run, world)
+    trainer = Trainer(config.train, model, loader, run, world, config.pipeline)
     trainer.run(resolved=replace(config, dry_run=False), may_differ=ALSO_MAY_DIFFER, title="pretrain")
     return trainer
 
@@ -242,13 +244,28 @@ def measure(config: PretrainConfig, trainer: Trainer, data: Prepared) -> dict[st
     """The run's closing figures, as JSON values."""
     found = None
     if data.held_out is not None:
-        sums = held_out(trainer.model, data.held_out, sparse=False, max_rows=config.held_out_rows, ranks=trainer.ranks)
+        sums = _measured(config, trainer, data.held_out)
         found = {"bits_per_byte": sums.bits_per_byte, "loss": sums.loss, "tokens": sums.tokens, "bytes": sums.bytes}
     return {
-        "parameters": count_parameters(trainer.model),
+        "parameters": trainer.parameters,
         "steps": trainer.finished_steps,
         "tokens": trainer.tokens,
         "epochs": trainer.loader.epoch(trainer.samples),
         "held_out": found,
         "corpus": data.counts,
     }
+
+
+def _measured(config: PretrainConfig, trainer: Trainer, data: TokenDataset) -> HeldOut:
+    if trainer.pipeline is None:
+        return held_out(trainer.model, data, sparse=False, max_rows=config.held_out_rows, ranks=trainer.ranks)
+    # A pipeline's stages have no forward pass of their own: the main rank measures the whole model.
+    model, world = trainer.fp32_model(), trainer.ranks.world
+    assert world is not None
+
+    def alone() -> HeldOut:
+        here = model.to(world.device)
+        return held_out(here, data, sparse=False, max_rows=config.held_out_rows)
+
+    sums: HeldOut = world.gather_objects(trainer.ranks.on_main(alone))[0]
+    return sums

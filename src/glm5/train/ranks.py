@@ -7,8 +7,9 @@ Which rows of a step are its share, sums over all data ranks, one decision for a
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeVar
 
 import numpy as np
 import torch
@@ -29,6 +30,7 @@ from glm5.utils.errors import ConfigError, UserError
 
 if TYPE_CHECKING:
     from glm5.parallel.muon import Holdings
+    from glm5.parallel.pipeline.engine import Pipeline
 
 T = TypeVar("T")
 
@@ -38,6 +40,24 @@ class Head(NamedTuple):
 
     cross_entropy: Callable[..., LinearCrossEntropy]
     logprobs: Callable[..., LinearLogprobs]
+
+
+@dataclass(frozen=True)
+class PipelineOptions:
+    """How a model's stages run, where the mesh has pipeline ranks; nothing here changes what is computed."""
+
+    schedule: str = "1f1b"
+    """1f1b, interleaved, zero-bubble, zbv or dualpipev."""
+    layout: str = ""
+    """Stages as text, like "E D M*2 | M*3 N P | H"; by default balanced by counted work."""
+    stages_per_rank: int = 1
+    """Stages on each rank, where the schedule leaves it open."""
+    reduce_every: int = 0
+    """Pipeline ZeRO-2: reduce gradients into shards after so many micro-batches; 0 is after the last."""
+    offload: Literal["never", "warmup", "far"] = "never"
+    """Which micro-batches' activations wait in host memory."""
+    recompute: tuple[str, ...] = ()
+    """What runs again in the backward pass: attention, feed-forward, layer."""
 
 
 class Ranks:
@@ -72,12 +92,18 @@ class Ranks:
 
     # ------------------------------------------------------------------ where things lie
     # DTensor takes long to import, and one process has none.
-    def place(self, model: GLM5) -> None:
-        """Lay the model out over the ranks, in place."""
-        if self.world is not None:
-            from glm5.parallel.shard import parallelize
+    def place(self, model: GLM5, options: PipelineOptions) -> Pipeline | None:
+        """Lay the model out over the ranks, in place; where there are stages, take it apart."""
+        if self.world is None:
+            return None
+        if self.world.count("pp") > 1:
+            from glm5.train.piped import placed
 
-            parallelize(model, self.world)
+            return placed(model, self.world, options)
+        from glm5.parallel.shard import parallelize
+
+        parallelize(model, self.world)
+        return None
 
     def head(self, model: GLM5) -> tuple[Tensor, Head]:
         """The output head, or this rank's rows of it, and what computes with it."""
@@ -135,6 +161,16 @@ class Ranks:
         for name, size in sizes:
             if size % dealt:
                 raise ConfigError(name, size, f"must be a multiple of dp={dealt}, over which rows are dealt")
+        if self.world is None or self.world.count("pp") == 1:
+            return
+        for name, size in sizes:
+            if size % (dealt * config.micro_batch):
+                rule = f"must be a multiple of dp x micro_batch = {dealt * config.micro_batch} in a pipeline"
+                raise ConfigError(name, size, f"{rule}, whose micro-batches have one shape")
+            mtp_rows = max(1, round(config.mtp_share * size))
+            if config.mtp_depths and mtp_rows % dealt:
+                rule = f"{mtp_rows} of {size} rows train MTP, which in a pipeline must be a multiple of dp={dealt}"
+                raise ConfigError("mtp_share", config.mtp_share, rule)
 
     def share(self, items: NDArray[Any]) -> NDArray[Any]:
         """Every dp-th item, beginning with this rank's place: the first few of a step are spread over all ranks."""
@@ -178,10 +214,10 @@ class Ranks:
             dist.all_reduce(x, group=self.world.group("data"))
         return x
 
-    def largest(self, x: Tensor) -> Tensor:
+    def largest(self, x: Tensor, axis: str = "world") -> Tensor:
         """The elementwise maximum over all ranks, in place."""
-        if self.world is not None and self.world.size > 1:
-            dist.all_reduce(x, dist.ReduceOp.MAX, group=self.world.group("world"))
+        if self.world is not None and self.world.count(axis) > 1:
+            dist.all_reduce(x, dist.ReduceOp.MAX, group=self.world.group(axis))
         return x
 
     def any(self, flag: bool) -> bool:

@@ -217,6 +217,10 @@ def read_parts(path: Path, places: Mapping[str, Tensor], world: World | None = N
     for name, kind in reader.read_metadata().state_dict_metadata.items():
         assert isinstance(kind, TensorStorageMetadata)
         like = places.get(name)
+        if like is None and world is not None and world.count("pp") > 1 and not name.startswith("random/"):
+            rest = name.removesuffix(f".{name.rpartition('.')[2]}")
+            if f"{rest}.step" != name or f"model/{rest.removeprefix('optimizer/')}" not in places:
+                continue  # another stage's
         if isinstance(like, DTensor) and like.shape == kind.size:
             named[name] = torch.zeros_like(like, dtype=kind.properties.dtype, requires_grad=False)
         else:

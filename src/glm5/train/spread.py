@@ -28,7 +28,7 @@ class Spread:
     Args:
         holdings: which rank holds what.
         batches: the matrices as one process would batch them.
-        groups: all names under which update sizes are reported, the same on every rank.
+        groups: names under which update sizes of these parameters are reported.
         ns_dtype: as `MuonSplit`'s.
     """
 
@@ -36,7 +36,8 @@ class Spread:
         self, holdings: Holdings, batches: Sequence[Batch], groups: Sequence[str], ns_dtype: torch.dtype | None
     ) -> None:
         self.holdings, self.batches, self.ns_dtype = holdings, batches, ns_dtype
-        self.groups = sorted({*groups, *(s.cut.group for b in batches for s in b.slices)})
+        own = {*groups, *(s.cut.group for b in batches for s in b.slices)}
+        self.groups = sorted(set().union(*holdings.gathered(sorted(own))))
         self.parameters = list(dict.fromkeys(s.parameter for b in batches for s in b.slices))
         self._plans: dict[tuple[nn.Parameter, ...], tuple[MuonExchange, list[str]]] = {}
         self.exchange = self._plan(self.parameters)[0]

@@ -65,6 +65,11 @@ class Totals:
             own += [torch.zeros_like(own[0])] * (self.routers - len(own))
         self.loads = own if not self.loads else [a + b for a, b in zip(self.loads, own, strict=True)]
 
+    @property
+    def own_loads(self) -> list[Tensor]:
+        """Loads of the routers that are here."""
+        return self.loads
+
     def over(self, ranks: Ranks) -> None:
         """Add up over all ranks. Every rank has added the same kinds of sums."""
         for x in (self.ce, self.ce_tokens, self.indexers.sums):

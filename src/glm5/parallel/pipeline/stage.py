@@ -10,7 +10,7 @@ they arise on. Source: report section 2.4.1. Read next: `schedule`.
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -36,6 +36,10 @@ class Rows(Protocol):
     def documents_BT(self) -> Tensor | None: ...
     @property
     def documents_BS(self) -> Tensor | None: ...
+    @property
+    def held(self) -> Any: ...
+    @property
+    def total(self) -> Callable[[Tensor], Tensor] | None: ...
     def valid_BT(self, depth: int = 0) -> Tensor: ...
     def head(self, rows: int) -> Rows: ...
 
@@ -72,7 +76,7 @@ class Work:
     """What one step does.
 
     Args:
-        rows: micro-batches of equal shape. objective: their loss.
+        rows: the micro-batches. objective: their loss.
         depths: at which the MTP block runs. mtp_rows: on how many of the step's rows, the first; None is all.
         sparse: whether attention is restricted to the indexers' selection.
         indexer, balance: which auxiliary losses layers compute.
@@ -95,7 +99,8 @@ class Work:
     def kept(self, micro: int) -> int:
         """Rows of a micro-batch on which MTP runs."""
         size = len(self.rows[micro].ids_BS)
-        return size if self.mtp_rows is None else min(size, max(0, self.mtp_rows - micro * size))
+        before = sum(len(rows.ids_BS) for rows in self.rows[:micro])
+        return size if self.mtp_rows is None else min(size, max(0, self.mtp_rows - before))
 
 
 class KeptLayers(nn.ModuleDict):
@@ -168,13 +173,19 @@ class StageModel(GLM5):
         if not work.joint:
             states = tuple(s.detach() for s in states)
         kept = work.kept(micro) if work.depths else 0
-        trunk = Aux(indexer=work.indexer, balance=work.balance, valid=rows.valid_BT())
-        mtp = Aux(indexer=work.indexer, balance=work.balance)
+        trunk, mtp = (Aux(indexer=work.indexer, balance=work.balance, total=rows.total) for _ in range(2))
+        trunk.valid = rows.valid_BT()
         given, deep = (None, []) if parts.embedding else (states[0], list(states[1:]))
         if parts.embedding or parts.layers or parts.norm:
             # The class's method: FSDP may have wrapped the instance's, whose hooks ran on the way here.
             given = GLM5.hidden(
-                self, rows.input_BT, documents=rows.documents_BT, sparse=work.sparse, aux=trunk, embedded=given
+                self,
+                rows.input_BT,
+                documents=rows.documents_BT,
+                cache=rows.held,
+                sparse=work.sparse,
+                aux=trunk,
+                embedded=given,
             )
         assert given is not None
         if parts.mtp and kept:
@@ -199,6 +210,7 @@ class StageModel(GLM5):
             share.ids_BS,
             work.depths,
             documents=share.documents_BS,
+            cache=share.held,
             sparse=work.sparse,
             aux=aux,
         )
