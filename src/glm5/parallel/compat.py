@@ -32,16 +32,26 @@ def lower(runtime: _PipelineScheduleRuntime, orders: dict[int, list[Action | Non
 
 
 class LeanStage(PipelineStage):
-    """A `PipelineStage` that holds a receive buffer only from the receive to the use.
+    """A `PipelineStage` that holds a receive buffer only from the receive to the use, of its micro-batch's shape.
 
     torch allocates the buffers of all micro-batches at once, activations and gradients, for as long as the schedule
-    lives: at many micro-batches more than the pipeline's own activations.
+    lives: at many micro-batches more than the pipeline's own activations. And it wants them of one shape.
+
+    Args:
+        received, sent: of any micro-batch, as meta tensors; `receives` and `sends` give those of each.
     """
 
     def __init__(self, *args: Any, received: tuple[Tensor, ...], sent: tuple[Tensor, ...], **options: Any) -> None:
         options |= {"input_args": received, "output_args": sent}
         super().__init__(*args, **options)
-        self._received, self._sent = received, sent
+
+    def receives(self, micro: int) -> tuple[Tensor, ...]:
+        """Like what comes from the stage before."""
+        raise NotImplementedError
+
+    def sends(self, micro: int) -> tuple[Tensor, ...]:
+        """Like what goes to the stage after."""
+        raise NotImplementedError
 
     def _prepare_forward_infra(self, *args: Any, **options: Any) -> Any:
         return self._on_meta(super()._prepare_forward_infra, *args, **options)
@@ -56,15 +66,18 @@ class LeanStage(PipelineStage):
         finally:
             self.device = device
 
+    def _validate_fwd_outputs(self, outputs: tuple[Tensor, ...]) -> None:
+        """torch 2.11 compares them with its one shape."""
+
     def get_fwd_recv_ops(self, fwd_chunk_id: int) -> list[P2POp]:
         if not self.is_first:
-            for info, like in zip(self.args_recv_info[fwd_chunk_id], self._received, strict=True):
+            for info, like in zip(self.args_recv_info[fwd_chunk_id], self.receives(fwd_chunk_id), strict=True):
                 info.buffer = torch.empty_like(like, device=self.device).requires_grad_(self.has_backward)
         return super().get_fwd_recv_ops(fwd_chunk_id)
 
     def get_bwd_recv_ops(self, bwd_chunk_id: int) -> list[P2POp]:
         if self.has_backward and not self.is_last:
-            for info, like in zip(self.grad_recv_info[bwd_chunk_id], self._sent, strict=True):
+            for info, like in zip(self.grad_recv_info[bwd_chunk_id], self.sends(bwd_chunk_id), strict=True):
                 info.buffer = torch.empty_like(like, device=self.device, requires_grad=False)
         return super().get_bwd_recv_ops(bwd_chunk_id)
 

@@ -161,12 +161,9 @@ class Pipeline:
             This rank's parts of the loss, detached scalars: their sum over the pipeline's ranks is the step's loss.
 
         Raises:
-            ConfigError: micro-batches differ in shape, or the schedule cannot run so many.
+            ConfigError: the schedule cannot run so many micro-batches.
         """
-        shapes = {(rows.input_BT.shape[0], rows.input_BT.shape[1]) for rows in work.rows}
-        if len(shapes) != 1:
-            raise ConfigError("micro_batch", sorted(shapes), "every micro-batch of a pipeline must have one shape")
-        made, stages = self._running(len(work.rows), shapes.pop(), work)
+        made, stages = self._running(work)
         if work.depths:
             self._refresh_copy()
         for stage in stages:
@@ -177,13 +174,14 @@ class Pipeline:
             self._add_copys_gradient()
         return work.losses
 
-    def _running(self, count: int, shape: tuple[int, int], work: Work) -> tuple[Any, list[RunningStage]]:
-        key = (count, shape, work.depths, work.joint)
+    def _running(self, work: Work) -> tuple[Any, list[RunningStage]]:
+        count = len(work.rows)
+        key = (count, work.depths, work.joint)
         if self._runner is None or self._runner[0] != key:
             self._runner = None  # its buffers first
             ranks = self.world.count("pp")
             planned = orders(self.schedule, ranks, len(self.layout), count)
-            stages = [self._running_stage(i, shape, work.depths) for i in self.stages]
+            stages = [self._running_stage(i, work) for i in self.stages]
             place = self.world.place("pp")
             self.activations = None
             if self.memory.offload != "never" or self.memory.count:
@@ -200,31 +198,35 @@ class Pipeline:
             self._runner = (key, made, stages)
         return self._runner[1:]
 
-    def _running_stage(self, index: int, shape: tuple[int, int], depths: int) -> RunningStage:
-        model = self.stages[index]
-        dtype = model.dtype
-        mtp = self.layout.holder("mtp")
-
-        def states(after: int) -> tuple[Tensor, ...]:
-            """What leaves stage `after`."""
-            if after == len(self.layout) - 1:
-                return (torch.empty((), device="meta", requires_grad=True),)
-            count = 1 + (depths if mtp is not None and mtp <= after else 0)
-            size = (*shape, model.config.hidden_size)
-            return tuple(torch.empty(size, dtype=dtype, device="meta", requires_grad=True) for _ in range(count))
-
+    def _running_stage(self, index: int, work: Work) -> RunningStage:
         gradients = self._weight_gradients.get(index)
         return RunningStage(
-            model,
+            self.stages[index],
             index,
             len(self.layout),
             self.world.device,
-            received=states(index - 1) if index else (),
-            sent=states(index),
+            received=self._states(index - 1, work, 0),
+            sent=self._states(index, work, 0),
             group=self.world.group("pp"),
             dw_builder=None if gradients is None else gradients.take,
+            states=self._states,
             gradients=gradients,
         )
+
+    def _states(self, stage: int, work: Work, micro: int) -> tuple[Tensor, ...]:
+        """Like what leaves a stage: the trunk's states and, after the MTP block, each depth's; the loss at the end."""
+        last, mtp = len(self.layout) - 1, self.layout.holder("mtp")
+        if stage in (-1, last):
+            return () if stage < 0 else (torch.empty((), device="meta", requires_grad=True),)
+        model = next(iter(self.stages.values()))
+        count = 1 + (work.depths if mtp is not None and mtp <= stage else 0)
+        like = torch.empty(
+            (*work.rows[micro].input_BT.shape, model.config.hidden_size),
+            dtype=model.dtype,
+            device="meta",
+            requires_grad=True,
+        )
+        return (like,) * count
 
     # ------------------------------------------------------------------ the MTP block's copy of the embedding
     def _copy(self) -> tuple[int, int] | None:
@@ -292,18 +294,34 @@ def _own_loss(loss: Tensor, _target: Tensor) -> Tensor:
 
 
 class RunningStage(LeanStage):
-    """A stage in torch's runtime, for micro-batches of one shape."""
+    """A stage in torch's runtime."""
 
-    def __init__(self, *args: Any, gradients: WeightGradients | None, **options: Any) -> None:
+    def __init__(
+        self,
+        *args: Any,
+        states: Callable[[int, Work, int], tuple[Tensor, ...]],
+        gradients: WeightGradients | None,
+        **options: Any,
+    ) -> None:
         super().__init__(*args, **options)
-        self.gradients = gradients
+        self.states, self.gradients = states, gradients
         self.activations: Activations | None = None
+        self.work: Work | None = None
         self.left = 0
 
     def begin(self, work: Work) -> None:
         """Take up a step."""
-        self.submod.work, self.left = work, len(work.rows)  # type: ignore[assignment]
+        self.work = self.submod.work = work  # type: ignore[assignment]
+        self.left = len(work.rows)
         hold_gradients(self.submod)
+
+    def receives(self, micro: int) -> tuple[Tensor, ...]:
+        assert self.work is not None
+        return self.states(self.stage_index - 1, self.work, micro)
+
+    def sends(self, micro: int) -> tuple[Tensor, ...]:
+        assert self.work is not None
+        return self.states(self.stage_index, self.work, micro)
 
     def forward_one_chunk(
         self, fwd_chunk_id: int, args: Any, kwargs: Any = None, save_forward_output: bool = True
