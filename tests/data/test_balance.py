@@ -16,12 +16,14 @@ from glm5.data.balance import (
     deal,
     dealt_time,
     imbalance,
+    in_turn,
     plan_groups,
     plan_uniform,
 )
 from glm5.ledger.compute import training_cost, training_flops
 from glm5.model.presets import glm5, gqa_8
 from glm5.utils.errors import ConfigError, DataError
+from support.training import dataset
 
 DSA = CostModel(token=100.0, pair=3.0, score=0.5, topk=8)
 DENSE = CostModel(token=100.0, pair=3.0)
@@ -86,6 +88,33 @@ def test_a_dealt_batch_holds_every_row_once(costs, ranks, each):
     work = np.array([*costs, 0.0])[plan].sum(-1)
     for step in work:  # each got something before any got too much: apart by at most the dearest row
         assert step.max() - step.min() <= max(costs)
+
+
+def test_rows_in_turn():
+    costs = [9, 1, 8, 2, 5, 6, 7]
+    assert in_turn(costs, 2).tolist() == [0, 2, 5, 6, 4, 3, 1]
+    order = in_turn(costs, 3)
+    assert sorted(order.tolist()) == list(range(7))
+    assert [sum(costs[i] for i in order[r:6:3]) for r in range(3)] == [9 + 2, 8 + 5, 7 + 6]
+    assert in_turn(costs, 1).tolist() == [0, 2, 6, 5, 4, 3, 1]
+    assert in_turn([], 4).tolist() == []
+
+
+def test_work_of_packed_rows_is_that_of_what_their_queries_see(tmp_path):
+    data = dataset(tmp_path)
+    rows = np.arange(data.rows)
+    batch = data.batch(rows)
+    seen = np.maximum(np.arange(1, batch.seq_len + 1) - batch.first_BT, 0)
+    empty = (batch.document_BS[:, : batch.seq_len] < 0) | (seen == 0)
+    # A document's last token in a row is only read, and the work of predicting from it is not counted.
+    by_query = np.where(empty, 0.0, DSA.queries(seen))
+    counted = data.work(rows, DSA)
+    assert (counted <= by_query.sum(-1) + 1e-9).all()
+    assert counted == pytest.approx(by_query.sum(-1), rel=0.15)
+    assert data.work([3, 0], DSA).tolist() == counted[[3, 0]].tolist()
+    full = [r for r in rows if (batch.document_BS[r] == batch.document_BS[r, 0]).all()]
+    assert full
+    assert counted[full] == pytest.approx(by_query.sum(-1)[full])
 
 
 # --------------------------------------------------------------------------- groups

@@ -8,7 +8,7 @@ the model of cost is
 
 whose quadratic part is the indexer's alone. With it, for one batch:
 
-- `deal` orders rows so that the ranks of a step get about equal work (rows of one length, packed or padded).
+- `deal` and `in_turn` order rows so that the ranks of a step get about equal work (rows of one length, packed).
 - `plan_groups` takes sequences of any length: ranks form groups of 1, 2, 4, … that share a sequence (context
   parallelism), for each step as its sequences need it. A long one gets many ranks, short ones run beside it.
 - `context_spans` cuts the positions of a row for the ranks of a group: the late positions of a document see more.
@@ -112,6 +112,18 @@ def deal(costs: Sequence[float] | F64, ranks: int, each: int = 1) -> I64:
             load[rank] += work[row]
             filled[rank] += 1
     return out
+
+
+def in_turn(costs: Sequence[float] | F64, ranks: int) -> I64:
+    """An order of rows of which each rank takes every `ranks`-th: alike in one round, and about even over rounds.
+
+    Rounds go from dear to cheap, and every other one backwards, so that no rank always has the dearest of its round.
+    Unlike with `deal` all ranks have equally many rows, where they divide.
+    """
+    order = np.argsort(-np.asarray(costs, dtype=np.float64), kind="stable")
+    for start in range(ranks, len(order) - ranks + 1, 2 * ranks):
+        order[start : start + ranks] = order[start : start + ranks][::-1]
+    return order
 
 
 def dealt_time(plan: I64, costs: Sequence[float] | F64) -> float:

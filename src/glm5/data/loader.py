@@ -15,6 +15,7 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
+from glm5.data.balance import CostModel
 from glm5.data.corpus import Document
 from glm5.data.hashing import permutation
 from glm5.data.packing import Strategy, first_and_positions, plan_rows, targets_at_depth
@@ -160,6 +161,14 @@ class TokenDataset:
         target_BT, weight_BT = targets_at_depth(ids_BS, document_BS, loss_BS, 1, seq_len)
         num_bytes_BT = np.where(weight_BT > 0, self.store.token_bytes[target_BT], 0).astype(np.int32)
         return Batch(ids_BS, document_BS, loss_BS, first_BT, position_BT, num_bytes_BT)
+
+    def work(self, rows: Sequence[int] | NDArray[np.int64], model: CostModel) -> NDArray[np.float64]:
+        """Work of each of these rows, without reading them: the sum over its pieces of documents."""
+        plan = self._plan
+        pieces = model.sequences(np.minimum(plan.slots - 1, self.seq_len))
+        before = np.concatenate(([0.0], np.cumsum(pieces)))
+        index = np.asarray(rows, dtype=np.int64)
+        return before[plan.row_starts[index + 1]] - before[plan.row_starts[index]]
 
     def batches(self, count: int, max_rows: int | None = None) -> Iterator[Batch]:
         """For evaluation: all rows once, or the first `max_rows`, in order, `count` at a time (or what is left)."""
