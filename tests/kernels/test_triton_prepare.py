@@ -109,6 +109,41 @@ def test_prepare_matches_the_separate_operators(heads: int, index_heads: int) ->
     assert made[0].data_ptr() == q.data_ptr(), "queries are rotated where they are"
 
 
+@pytest.mark.parametrize(
+    ("rows", "width", "normed"), [(7, 40, True), (33, 1500, True), (7, 40, False), (33, 1500, False), (5, 2500, False)]
+)
+def test_row_product_with_and_without_a_norm_before_it(rows: int, width: int, normed: bool) -> None:
+    x, weight, gain = (
+        _random(1, 1, width + 8, seed=31)[..., 3:-5],
+        _random(rows, width, seed=32),
+        _random(width, seed=33),
+    )
+    before = rms_norm(x.float(), gain.float(), 1e-5) if normed else x.float()
+    ours = fast.row_product(x, weight, gain if normed else None, 1e-5)
+    assert _error(ours, before @ weight.float().T) < TOLERANCE
+
+
+def test_project_of_one_token_is_project_of_many() -> None:
+    def stack(*sizes: tuple[int, int], seed: int) -> list[Tensor]:
+        whole = _random(sum(n for n, _ in sizes), sizes[0][1], seed=seed, scale=0.1)
+        return list(whole.split([n for n, _ in sizes]))
+
+    width, heads, index_heads = 48, 3, 2
+    q_a, kv_a, wk, weights = stack((32, width), (24, width), (20, width), (index_heads, width), seed=41)
+    q_b, wq_b = stack((heads * 20, 32), (index_heads * 20, 32), seed=42)
+    gains = [_random(n, seed=n) for n in (32, 16, 20, 19)]
+    query, latent = (q_a, gains[0], q_b), (kv_a, gains[1])
+    indexer = (wq_b, wk, gains[2], _random(20, seed=50), weights)
+    x, rope = _random(1, 3, width, seed=43), rotations(torch.tensor([[4, 90, 7]], device=DEVICE), 8, 1e6)
+    many = fast.project(x, rope, query, latent, indexer, (heads, index_heads), (1e-6,) * 3)
+    for t in range(3):
+        one = fast.project(
+            x[:, t : t + 1], rope[:, t : t + 1], query, latent, indexer, (heads, index_heads), (1e-6,) * 3
+        )
+        for a, b in zip(one, many, strict=True):
+            assert _error(a[0, 0], b[0, t]) < 4 * TOLERANCE
+
+
 @pytest.mark.parametrize("normalise", [True, False])
 def test_route_ties_go_to_the_lower_expert(normalise: bool) -> None:
     logits = torch.randn(9, 20, generator=torch.Generator().manual_seed(9)).to(DEVICE)
@@ -124,9 +159,9 @@ def test_route_ties_go_to_the_lower_expert(normalise: bool) -> None:
 @pytest.mark.parametrize("tokens", [1, 20, 300])
 def test_router_has_the_precision_of_fp32(tokens: int) -> None:
     generator = torch.Generator().manual_seed(tokens)
-    x = torch.randn(tokens, 200, generator=generator).to(torch.bfloat16).to(DEVICE, DTYPE)  # values that bf16 holds
-    weight = torch.randn(70, 200, generator=generator).to(DEVICE)
-    bias = torch.zeros(70, device=DEVICE)
+    x = torch.randn(tokens, 72, generator=generator).to(torch.bfloat16).to(DEVICE, DTYPE)  # values that bf16 holds
+    weight = torch.randn(20, 72, generator=generator).to(DEVICE)
+    bias = torch.zeros(20, device=DEVICE)
     logits, expert, share, score = fast.router(x, weight, bias, 5, normalise=True, scaling=2.5)
     exact = x.double() @ weight.double().T
     assert float((logits.double() - exact).norm() / exact.norm()) < 1e-6

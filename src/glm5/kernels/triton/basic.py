@@ -15,6 +15,7 @@ import triton.language as tl
 from torch import Tensor
 
 from glm5.kernels.basic import side_by_side
+from glm5.kernels.triton.row import is_row, row_product
 
 
 @triton.jit
@@ -124,7 +125,7 @@ def product(x: Tensor, *weights: Tensor) -> Tensor:
     """
     joined = side_by_side(*weights)
     if joined is not None:
-        return F.linear(x, joined)
+        return linear(x, joined)
     out = x.new_empty(*x.shape[:-1], sum(w.shape[0] for w in weights))
     rows, at = x.flatten(0, -2), 0
     for w in weights:
@@ -135,4 +136,9 @@ def product(x: Tensor, *weights: Tensor) -> Tensor:
 
 def swiglu(x: Tensor, gate: Tensor, up: Tensor, down: Tensor) -> Tensor:
     """down(silu(gate x) * up x), in x's shape. gate, up: [F, D]; down: [D, F]."""
-    return F.linear(silu_times(*product(x, gate, up).chunk(2, dim=-1)), down)
+    return linear(silu_times(*product(x, gate, up).chunk(2, dim=-1)), down)
+
+
+def linear(x: Tensor, weight: Tensor) -> Tensor:
+    """x weight^T, of a single row by the kernel that is faster there."""
+    return row_product(x, weight) if is_row(x) and weight.is_contiguous() else F.linear(x, weight)

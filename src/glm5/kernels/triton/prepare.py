@@ -15,7 +15,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from glm5.kernels.basic import side_by_side
 from glm5.kernels.triton.basic import product, rms_norm
+from glm5.kernels.triton.row import WIDEST_NORM, is_row, row_product
 
 HEADS_EACH = 16
 
@@ -160,5 +162,10 @@ def project(
     (q_a, q_gain, q_b), (kv_a, kv_gain), (wq_b, wk, k_gain, k_bias, weights) = query, latent, indexer
     downs, ups = (q_a, kv_a, wk, weights), (q_b, wq_b)
     q_latent, kv, index_k, index_w = product(x_BTD, *downs).split_with_sizes([w.shape[0] for w in downs], -1)
-    q, index_q = product(rms_norm(q_latent, q_gain, eps[0]), *ups).split_with_sizes([w.shape[0] for w in ups], -1)
+    joined = side_by_side(*ups) if is_row(x_BTD) and is_row(q_latent, WIDEST_NORM) else None
+    if joined is not None:
+        up = row_product(q_latent, joined, q_gain, eps[0])
+    else:
+        up = product(rms_norm(q_latent, q_gain, eps[0]), *ups)
+    q, index_q = up.split_with_sizes([w.shape[0] for w in ups], -1)
     return prepare((q, index_q), (kv, index_k, index_w), rope, (kv_gain, eps[1]), (k_gain, k_bias, eps[2]), heads)
