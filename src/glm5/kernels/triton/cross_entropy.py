@@ -15,6 +15,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from glm5.kernels.cross_entropy import product
+
 PIECE = 8192  # columns that one program takes
 STRIPE = 16384  # columns of one fp32 product
 BUDGET = 1 << 30  # bytes of logits, kept and fp32
@@ -106,7 +108,7 @@ def linear_cross_entropy(
         for first in range(0, vocab, stripe):
             columns = min(stripe, vocab - first)
             logits_nv = logits[: rows * columns].view(rows, columns)
-            _product(hidden_nD, weight_VD[first : first + columns].T, logits_nv)
+            product(hidden_nD, weight_VD[first : first + columns].T, out=logits_nv)
             _scan[(rows, triton.cdiv(columns, PIECE))](
                 logits_nv, targets_n, kept_nV, peak, total, mean, picked_n,
                 first, columns, pieces, columns, vocab,
@@ -126,15 +128,7 @@ def linear_cross_entropy(
             error_nV, targets_n, peak, lse_n, weights_N[part], vocab, pieces, vocab, PIECE=PIECE, num_warps=8
         )
         if grad_hidden_ND is not None:
-            _product(error_nV, weight_VD, grad_hidden_ND[part])
+            product(error_nV, weight_VD, out=grad_hidden_ND[part])
         if grad_weight_VD is not None:
-            _product(error_nV.T, hidden_nD, grad_weight_VD, add=start > 0)
+            product(error_nV.T, hidden_nD, out=grad_weight_VD, add=start > 0)
     return logprobs_N, entropy_N, grad_hidden_ND, grad_weight_VD
-
-
-def _product(a: Tensor, b: Tensor, out: Tensor, *, add: bool = False) -> None:
-    """out = a @ b, or out += a @ b, with no rounding between for an fp32 `out`."""
-    if a.dtype == out.dtype:
-        torch.addmm(out, a, b, beta=int(add), out=out)
-    else:
-        torch.addmm(out, a, b, out_dtype=out.dtype, beta=int(add), out=out)
