@@ -185,7 +185,7 @@ def _key_gradients(
 
 
 # (queries, slots, warps, stages) of the four kernels that work on tiles.
-LSE, TARGET, QUERY, KEY = (128, 64, 8, 2), (128, 128, 8, 2), (64, 128, 4, 2), (64, 64, 4, 2)
+LSE, TARGET, QUERY, KEY = (128, 64, 8, 2), (128, 64, 8, 2), (64, 128, 4, 2), (64, 64, 4, 2)
 
 
 def interval_loss(
