@@ -22,6 +22,7 @@ from support.tiny import tiny_config, tiny_model
 
 GREEDY = SamplingParams(max_new_tokens=20, temperature=0.0, ignore_eos=True, logprobs=0)
 PLAIN = EngineConfig(pages=40, context=256, max_running=5, chunk=64, cuda_graphs=False)
+CUDA = torch.cuda.is_available()
 HOPPER, WHY = cuda.available()
 LENGTHS = (1, 20, 40, 63, 64, 65, 150)
 
@@ -143,3 +144,18 @@ def test_a_recorded_step_on_a_gpu_gives_what_the_plain_call_gives(queries: int) 
             error = (outputs[0] - expected).float().norm() / expected.float().norm()
             assert float(error) < 0.02
     assert recorded.replayed == 3
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not CUDA, reason="no CUDA device")
+def test_widths_that_no_kernel_takes_run_plainly_on_a_gpu(caplog: pytest.LogCaptureFixture) -> None:
+    model = tiny_model(0).to("cuda", torch.bfloat16).eval()
+    engine = Engine(model, EngineConfig(pages=20, context=256, max_running=2))
+    for ids in _ids(30, 70):
+        engine.add(Request(ids, SamplingParams(max_new_tokens=5, temperature=0.0, ignore_eos=True)))
+    with caplog.at_level(logging.WARNING):
+        count = sum(len(delta.ids) for _ in range(40) if engine.has_work for delta in engine.step())
+    assert count == 10
+    assert engine.info()["recorded_steps"] == 0
+    assert any("waits for the device" in r.getMessage() for r in caplog.records)
+    torch.rand(1, device="cuda")  # torch goes on

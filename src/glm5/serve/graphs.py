@@ -13,6 +13,7 @@ and the engine makes its plain call. Read next: `glm5.model.paged`, `engine`.
 from __future__ import annotations
 
 import logging
+import warnings
 from collections.abc import Callable, Sequence
 
 import torch
@@ -46,7 +47,7 @@ def recorder_for(device: torch.device) -> Recorder | None:
             aside.wait_stream(torch.cuda.current_stream())
             with torch.cuda.stream(aside):  # compiles and allocates what must not happen while recording
                 run()
-                run()
+                _refuse_waiting(run)
             torch.cuda.current_stream().wait_stream(aside)
             graph = torch.cuda.CUDAGraph()
             # Other threads may go on using the device: pages are fetched and weights arrive there.
@@ -60,6 +61,21 @@ def recorder_for(device: torch.device) -> Recorder | None:
         return replay
 
     return record
+
+
+def _refuse_waiting(run: Callable[[], Outputs]) -> None:
+    """Run once; a call that waits for the device is refused here, since a recording that fails leaves torch's own state
+    behind: where the widths are not those of the kernels, plain PyTorch looks at what it selected."""
+    before = torch.cuda.get_sync_debug_mode()
+    torch.cuda.set_sync_debug_mode("warn")
+    try:
+        with warnings.catch_warnings(record=True) as told:
+            warnings.simplefilter("always")
+            run()
+    finally:
+        torch.cuda.set_sync_debug_mode(before)
+    if any("synchronizing" in str(w.message) for w in told):
+        raise RuntimeError("a part of the model waits for the device (see `glm5 doctor` for its operators)")
 
 
 class StaticBatch(PagedBatch):
