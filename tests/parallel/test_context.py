@@ -14,6 +14,7 @@ from glm5.model.trace import Aux, Trace
 from glm5.parallel.context import ContextGroups, ContextRows, SpanVisibility
 from glm5.parallel.exchange import Hierarchy, gather, scatter_sum
 from glm5.parallel.shard import parallelize
+from glm5.parallel.vocab import divided_head
 from glm5.utils.errors import ConfigError
 from support.ranks import run_ranks
 from support.tiny import tiny_model
@@ -43,7 +44,11 @@ def _valid(first, depth):
 def _loss(model, hidden, targets, weights, aux):
     """Everything that training adds up, as sums over the positions given."""
     flat = torch.cat([h.flatten(0, 1) for h in hidden])
-    ce = linear_cross_entropy(flat, model.lm_head.weight, torch.cat(targets), torch.cat(weights)).loss_sum
+    divided = divided_head(model.lm_head)
+    head, cross_entropy = (model.lm_head.weight, linear_cross_entropy)
+    if divided is not None:
+        head, cross_entropy = divided[0], divided[1].cross_entropy
+    ce = cross_entropy(flat, head, torch.cat(targets), torch.cat(weights)).loss_sum
     balance = torch.stack(aux.balance_losses).sum() if aux.balance_losses else 0.0
     return ce + 3.0 * aux.indexer_kl() + 0.5 * balance
 

@@ -132,6 +132,26 @@ class _Wire:
         dist.all_to_all_single = self.original
 
 
+class _Iterations:
+    """Counts the matrices that a module orthogonalises, and keeps the shapes of their batches."""
+
+    def __init__(self, module):
+        self.module, self.original = module, module.newton_schulz
+        self.matrices, self.shapes = 0, set()
+
+    def __enter__(self):
+        def counted(x, *args, **options):
+            self.matrices += int((x.flatten(1) != 0).any(1).sum())
+            self.shapes.add(tuple(x.shape))
+            return self.original(x, *args, **options)
+
+        self.module.newton_schulz = counted
+        return self
+
+    def __exit__(self, *_):
+        self.module.newton_schulz = self.original
+
+
 LINE, SQUARE = "line", "square"
 
 
@@ -164,32 +184,27 @@ def _every_layout(world):
     for ns_dtype in (torch.bfloat16, torch.float32):
         reference = _model()
         reference_optimizer = _optimizer(reference, ns_dtype=ns_dtype)
-        rms = _train(reference, reference_optimizer)
+        with _Iterations(optim) as alone:
+            rms = _train(reference, reference_optimizer)
         for name, mesh, rule in _layouts():
             if ns_dtype == torch.float32 and name not in ("rows", "tensor"):
                 continue
             model = _lay_out(_model(), meshes[mesh], rule)
             optimizer = _optimizer(model, dist.group.WORLD, ns_dtype=ns_dtype)
-            calls = Counter()
-            original = spread.newton_schulz
-
-            def counted(x, *args, calls=calls, original=original, **options):
-                calls["matrices"] += int((x.flatten(1) != 0).any(1).sum())
-                return original(x, *args, **options)
-
-            spread.newton_schulz = counted
-            try:
-                with _Wire() as wire:
-                    found = _train(model, optimizer)
-            finally:
-                spread.newton_schulz = original
+            with _Iterations(spread) as own, _Wire() as wire:
+                found = _train(model, optimizer)
+            # As many matrices at once as in one process, on which a product's bits may depend.
+            assert own.shapes <= alone.shapes, name
             _compare(model, optimizer, reference, reference_optimizer)
+            # The norm of all gradients, each element once however it is laid out.
+            norm = clip_grad_norm(model.named_parameters(), math.inf, optimizer._holdings)
+            assert norm == pytest.approx(clip_grad_norm(reference.named_parameters(), math.inf), rel=1e-5), name
             for one, other in zip(rms, found, strict=True):
                 assert one == pytest.approx(other, rel=1e-5)
             exchange = optimizer._spread.exchange
             expected = exchange.wire_bytes(lambda _, d=ns_dtype: d)
             assert wire.bytes == 2 * expected[world.rank], name
-            reports[name, ns_dtype] = (calls["matrices"], wire.bytes, wire.calls, exchange.loads()[world.rank])
+            reports[name, ns_dtype] = (own.matrices, wire.bytes, wire.calls, exchange.loads()[world.rank])
     return reports
 
 
