@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import time
 import traceback
 from collections import defaultdict
@@ -305,9 +306,9 @@ def main() -> None:
     parser.add_argument("--micro", type=int, default=8)
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
-    import os
-
-    size, out = int(os.environ["WORLD_SIZE"]), {}
+    size, local, out = int(os.environ["WORLD_SIZE"]), int(os.environ["LOCAL_RANK"]), {}
+    torch.cuda.set_device(local)
+    dist.init_process_group("nccl", device_id=torch.device("cuda", local))  # once: the parts' worlds use it
     for part in args.parts.split(","):
         with open_world(Mesh(dp=size) if part == "zero2" else Mesh(pp=size), "cuda") as world:
             began = time.perf_counter()
@@ -319,11 +320,8 @@ def main() -> None:
                 print(f"== {part} ({time.perf_counter() - began:.1f} s)\n{json.dumps(out[part], indent=1)}", flush=True)
                 if args.json:
                     args.json.write_text(json.dumps(out, indent=1))
-            failed = isinstance(out[part], str)
-            if any(world.gather_objects(failed)) and not failed:
-                break
-    if dist.is_initialized():
-        dist.destroy_process_group()
+            torch.cuda.empty_cache()
+    dist.destroy_process_group()
 
 
 if __name__ == "__main__":

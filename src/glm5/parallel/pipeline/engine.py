@@ -270,19 +270,23 @@ class Pipeline:
 
     def _move(self, tensor: Tensor | None, source: int, target: int, like: Tensor | None) -> Tensor | None:
         """A tensor from one stage to another: the same where one rank has both."""
-        here, ranks = self.world.place("pp"), self.world.ranks("pp")
+        here, ranks, group = self.world.place("pp"), self.world.ranks("pp"), self.world.group("pp")
         sender, receiver = self.rank_of_stage[source], self.rank_of_stage[target]
         if sender == receiver:
             return tensor
+        found = None
         if here == sender:
             assert tensor is not None
-            dist.send(tensor.contiguous(), ranks[receiver], group=self.world.group("pp"))
+            operation = dist.P2POp(dist.isend, tensor.contiguous(), ranks[receiver], group)
         elif here == receiver:
             assert like is not None
             found = torch.empty_like(_local(like), memory_format=torch.contiguous_format)
-            dist.recv(found, ranks[sender], group=self.world.group("pp"))
-            return found
-        return None
+            operation = dist.P2POp(dist.irecv, found, ranks[sender], group)
+        else:
+            return None
+        for sent in dist.batch_isend_irecv([operation]):
+            sent.wait()
+        return found
 
 
 def _local(t: Tensor) -> Tensor:
