@@ -78,6 +78,12 @@ class Visibility:
         edges = torch.cat((begins_BT.flatten().nonzero()[:, 0], end))
         return edges.to(torch.int32), int(edges.diff().max())
 
+    @cached_property
+    def positions_BTK(self) -> Tensor:
+        """All slots that each query sees, as a selection: int32 [B, T, slots], ascending, then -1. Made once a call."""
+        slot_BTK = self.first_BT[..., None] + torch.arange(self.slots, device=self.last_BT.device)
+        return torch.where(slot_BTK <= self.last_BT[..., None], slot_BTK, -1).to(torch.int32)
+
     def count_BT(self) -> Tensor:
         """Visible slots per query; 0 for padding."""
         return (self.last_BT - self.first_BT + 1).clamp(min=0)

@@ -32,6 +32,7 @@ class Part(NamedTuple):
 
     visible: of these rows. rows [B, S, latent + rope], index_keys [B, S, I]; with `pages` those of a pool, [1, R, .].
     span: where the rows are in a flat batch (first row, sequences, rows of each); None is the whole call, as it is.
+    by_row: take the form of attention in which a row's bits do not depend on the others: absorbed, over a selection.
     """
 
     visible: Visibility
@@ -39,6 +40,7 @@ class Part(NamedTuple):
     index_keys: Tensor
     pages: Pages | None = None
     span: tuple[int, int, int] | None = None
+    by_row: bool = False
 
     def of(self, x: Tensor) -> Tensor:
         """This part's rows of [1, N, ...] as [B, T, ...]."""

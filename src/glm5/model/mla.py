@@ -122,9 +122,11 @@ class MLA(nn.Module):
         selected = None
         if sparse and index_q is not None and (visible.slots > self.indexer.topk or trace is not None):
             selected = self._select(index_q, part, trace)
+        if part.by_row and selected is None:
+            selected = part.visible.positions_BTK
         measured = aux is not None and (aux.indexer or aux.logits)  # needs queries and keys, gradients or not
         trained = measured or torch.is_grad_enabled()
-        absorbed = self._prefers_absorbed(q_nope.shape[1], visible, selected)
+        absorbed = part.by_row or self._prefers_absorbed(q_nope.shape[1], visible, selected)
         if trained:
             absorbed = absorbed and selected is not None and trains_absorbed(rows, self.latent)
         if part.pages is None:

@@ -115,6 +115,7 @@ class PagedBatch:
     Args:
         runs: what each sequence runs; at least one, each at least one slot.
         first: the first slot that has an entry: 0 in the trunk, 1 in the MTP block.
+        by_row: see `Part`; for few rows (`glm5.serve.invariant`).
 
     Attributes:
         offsets: where each run's rows begin in the flat batch. order: the runs in the order of the batch.
@@ -122,8 +123,10 @@ class PagedBatch:
         position_1N: rotary positions.
     """
 
-    def __init__(self, cache: PagedCache, runs: Sequence[Run], *, first: int = 0) -> None:
-        self.cache, self.size = cache, cache.size
+    by_row = False
+
+    def __init__(self, cache: PagedCache, runs: Sequence[Run], *, first: int = 0, by_row: bool = False) -> None:
+        self.cache, self.size, self.by_row = cache, cache.size, by_row
         device = cache.hidden.device
         members: dict[tuple[int, int], list[int]] = {}
         for i, run in enumerate(runs):
@@ -184,7 +187,8 @@ class PagedBatch:
         else:
             rows[0].index_copy_(0, self.row_N, rows_1NX[0])
             index_keys[0].index_copy_(0, self.row_N, index_1NI[0])
-        return [Part(g.visible, rows, index_keys, g.pages, (g.first, g.batch, g.queries)) for g in self.groups]
+        spans = ((g, (g.first, g.batch, g.queries)) for g in self.groups)
+        return [Part(g.visible, rows, index_keys, g.pages, span, self.by_row) for g, span in spans]
 
     def keep_hidden(self, hidden_1ND: Tensor) -> None:
         """Keep the trunk's hidden states of slots that end a page."""
