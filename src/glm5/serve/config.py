@@ -28,5 +28,8 @@ class EngineConfig:
     overlap: bool = True
     """While the model runs, tell what the last step gave, take new requests and find pages for the next step, which
     changes no token."""
+    invariant: bool = False
+    """Log-probabilities that do not depend on what runs beside a request, nor on chunks or cached prefixes, to the last
+    bit: on a CPU, in float32, more slowly."""
     cuda_graphs: bool = True
     """Record decode steps as CUDA graphs, and replay them: on a GPU, where it changes no answer."""

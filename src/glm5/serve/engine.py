@@ -29,6 +29,7 @@ from glm5.model.glm5 import GLM5
 from glm5.model.paged import PagedBatch, PagedCache, Run
 from glm5.model.speculate import SpeculationStats
 from glm5.model.weights import disk_tensors
+from glm5.serve import invariant
 from glm5.serve.client import PauseMode, Stats, Unavailable, WeightGroup, WeightUpdate
 from glm5.serve.config import EngineConfig
 from glm5.serve.graphs import Graphs, recorder_for
@@ -90,6 +91,8 @@ class Engine:
         longest = model.config.max_position_embeddings
         if not 0 <= config.context <= longest:
             raise ConfigError("context", config.context, f"must be at most max_position_embeddings={longest}")
+        if config.invariant:
+            invariant.check(model)
         self.model, self.config = model, config
         self.context = config.context or longest
         self.vocab_size = min(model.config.vocab_size, tokenizer.vocab_size if tokenizer else model.config.vocab_size)
@@ -283,7 +286,9 @@ class Engine:
         recorded = None
         if self._graphs is not None and all(item.count == len(item.answers) == 1 for item in items):
             recorded = self._graphs(runs, ids)
-        if recorded is not None:
+        if self.config.invariant:
+            hidden = invariant.hidden(self.model, self.cache, runs, ids)
+        elif recorded is not None:
             hidden = list(recorded[0].split(items[0].slots))
         else:
             batch = PagedBatch(self.cache, runs)
@@ -312,7 +317,7 @@ class Engine:
         if not answers:
             return {}
         if logits is None:
-            logits = self.model.lm_head(torch.cat(rows))
+            logits = self._head(torch.cat(rows))
         chosen = self._sampler.choose(logits, [known[answer].state for answer in answers], ahead)
         return dict(zip(answers, chosen, strict=True))
 
@@ -326,7 +331,13 @@ class Engine:
         next_ids = sequence.ids[item.start + 1 : item.start + item.count + 1]
         for at in range(0, len(next_ids), ROWS_AT_ONCE):  # logits of a whole chunk would be the largest tensor of all
             part = next_ids[at : at + ROWS_AT_ONCE]
-            info += self._sampler.prompt_info(self.model.lm_head(hidden_TD[at : at + len(part)]), part, top)
+            info += self._sampler.prompt_info(self._head(hidden_TD[at : at + len(part)]), part, top)
+
+    def _head(self, hidden_ND: Tensor) -> Tensor:
+        logits: Tensor = (
+            invariant.head(self.model, hidden_ND) if self.config.invariant else self.model.lm_head(hidden_ND)
+        )
+        return logits
 
     def _land(self) -> list[_Landed]:
         """Wait for the step that runs, and commit it."""
