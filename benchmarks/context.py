@@ -1,12 +1,12 @@
 """Training one long row over context-parallel ranks: time, memory and balance of a step.
 
-    torchrun --nproc-per-node 4 benchmarks/context.py --tokens 202752                 # GPUs
+    torchrun --nproc-per-node 4 benchmarks/context.py --tokens 16384 202752           # GPUs
     torchrun --nproc-per-node 2 benchmarks/context.py --small --tokens 4096           # CPUs, gloo
 
 A small model of GLM-5's attention widths (512 + 64 latent, top-2,048, an indexer of 16 heads) in the sparse stage:
 cross-entropy and the indexers' loss, backward, Muon Split. Without torchrun it runs on one device. Prints a line for
-each cut of the row: equal pieces in order, and spans by cost. "slowest / mean" is of the ranks' own time in attention,
-which is measured in a step of its own with waits around every layer. `docs/long-sequences.md` quotes it.
+each length and cut of the row, as it comes: spans by cost, and equal pieces in order. "slowest / mean" is of the ranks'
+own time in attention, measured in a forward pass with waits around every layer. `docs/long-sequences.md` quotes it.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from glm5.model.presets import mini, nano
 from glm5.parallel.context import ContextRows
 from glm5.parallel.holdings import Holdings
 from glm5.parallel.mesh import Mesh, World, open_world
-from glm5.parallel.shard import parallelize
+from glm5.parallel.shard import parallelize, reshard
 from glm5.train.optim import MuonSplit, parameter_roles
 
 
@@ -80,53 +80,60 @@ class Clock:
 
 
 def run(world: World, args: argparse.Namespace) -> None:
-    config = nano(index_topk=512) if args.small else wide(args.tokens, args.layers)
+    """All lengths, with one model."""
+    config = nano(index_topk=512) if args.small else wide(max(args.tokens), args.layers)
     dtype = torch.float32 if world.device.type == "cpu" else torch.bfloat16
     model = parallelize(GLM5(config).to(world.device, dtype), world)
     roles = parameter_roles(model, config)
     holdings = Holdings([r.parameter for r in roles], world.group("stage"), world.group("world"))
     optimizer = MuonSplit(roles, 2e-4, holdings=holdings)
-    ids = torch.randint(0, config.vocab_size, (1, args.tokens + 1), generator=torch.Generator().manual_seed(0))
+    for tokens in args.tokens:
+        measure(world, model, optimizer, tokens, args.steps)
+
+
+def measure(world: World, model: GLM5, optimizer: MuonSplit, tokens: int, steps: int) -> None:
+    """One length: every cut."""
+    ids = torch.randint(0, model.config.vocab_size, (1, tokens + 1), generator=torch.Generator().manual_seed(0))
     ids = ids.to(world.device)
     first_BS = torch.zeros_like(ids)
-    ranks = world.count("cp")
+    ranks, cuda = world.count("cp"), world.device.type == "cuda"
     ways = world.group("cp") if ranks > 1 else None
-    cost_T = training_cost(config).queries(np.arange(1, args.tokens + 1))
-    edges = np.linspace(0, args.tokens, ranks + 1).astype(int).tolist()
-    cuts = {
-        "in order": [[(a, b)] for a, b in pairwise(edges)],
-        "by cost": context_spans(cost_T, ranks),
-    }
+    cost_T = training_cost(model.config).queries(np.arange(1, tokens + 1))
+    edges = np.linspace(0, tokens, ranks + 1).astype(int).tolist()
+    cuts = {"by cost": context_spans(cost_T, ranks)}
+    if ranks > 1:
+        cuts["in order"] = tuple(((a, b),) for a, b in pairwise(edges))
 
     def step(rows: ContextRows) -> float:
         aux = rows.aux(indexer=True)
         hidden = model.hidden(rows.own(ids[:, :-1]), cache=rows, sparse=True, aux=aux)
         loss = linear_cross_entropy(hidden[0], model.lm_head.weight, rows.own(ids[:, 1:])[0]).loss_sum
-        ((loss + aux.indexer_kl()) / args.tokens).backward()
+        ((loss + aux.indexer_kl()) / tokens).backward()
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
-        total = loss.detach() / args.tokens
+        total = loss.detach() / tokens
         dist.all_reduce(total, group=world.group("world"))
         return float(total)
 
-    for name, spans in cuts.items() if ranks > 1 else [("whole", cuts["in order"])]:
+    for name, spans in cuts.items():
         rows = ContextRows(spans, first_BS, ways)
         losses = [step(rows)]
-        with Clock(model, world.device) as clock, torch.no_grad():
-            model.hidden(rows.own(ids[:, :-1]), cache=rows, sparse=True)
         world.barrier()
-        if world.device.type == "cuda":
+        if cuda:
             torch.cuda.reset_peak_memory_stats(world.device)
         began = time.perf_counter()
-        losses += [step(rows) for _ in range(args.steps)]
+        losses += [step(rows) for _ in range(steps)]
         world.barrier()
-        seconds = (time.perf_counter() - began) / args.steps
-        peak = torch.cuda.max_memory_allocated(world.device) / 2**30 if world.device.type == "cuda" else 0.0
+        seconds = (time.perf_counter() - began) / steps
+        peak = torch.cuda.max_memory_allocated(world.device) / 2**30 if cuda else 0.0
+        with Clock(model, world.device) as clock, torch.no_grad():
+            model.hidden(rows.own(ids[:, :-1]), cache=rows, sparse=True)
+        reshard(model)
         found = world.gather_objects((clock.seconds, peak))
         if world.main:
             own = [s for s, _ in found]
             print(
-                f"{ranks} ranks, {args.tokens:,} tokens, {name}: {seconds:.2f} s a step, {args.tokens / seconds:,.0f} "
+                f"{ranks} ranks, {tokens:,} tokens, {name}: {seconds:.2f} s a step, {tokens / seconds:,.0f} "
                 f"tokens/s, attention slowest / mean {max(own) / (sum(own) / len(own)):.2f}, peak memory "
                 f"{max(p for _, p in found):.1f} GiB, loss {losses[0]:.4f} -> {losses[-1]:.4f}",
                 flush=True,
@@ -135,7 +142,7 @@ def run(world: World, args: argparse.Namespace) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--tokens", type=int, default=202_752)
+    parser.add_argument("--tokens", type=int, nargs="+", default=[16_384, 65_536, 202_752])
     parser.add_argument("--layers", type=int, default=4)
     parser.add_argument("--steps", type=int, default=3)
     parser.add_argument("--small", action="store_true", help="nano's widths, for CPUs")
