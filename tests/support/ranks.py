@@ -1,6 +1,6 @@
 """Several processes on gloo, for tests of `glm5.parallel`.
 
-    results = run_ranks(4, "dp=2,tp=2", check, argument)
+    results = run_ranks(4, "dp=2,tp=2", check, argument)       codes = exit_codes(...)
 
 calls `check(world, argument)` on every rank and returns what they return, in rank order. An exception on any rank is
 raised here with its traceback, and nothing outlives its time-out. Processes are forked from a clean server that has
@@ -34,24 +34,44 @@ def run_ranks(ranks: int, mesh: str | Mesh, check: Callable[..., Any], *args: An
         AssertionError: a rank raised, died, or did not end in time; the message has its traceback.
     """
     with tempfile.TemporaryDirectory() as folder:
-        pipes, processes = [], []
-        for rank in range(ranks):
-            here, there = _CONTEXT.Pipe(duplex=False)
-            process = _CONTEXT.Process(
-                target=_child, args=(there, rank, ranks, str(Path(folder) / "store"), mesh, check, args, timeout)
-            )
-            process.start()
-            there.close()
-            pipes.append(here)
-            processes.append(process)
+        pipes, processes = _start(ranks, mesh, check, args, timeout, folder)
         try:
             return _collect(pipes, timeout)
         finally:
-            for process in processes:
-                process.join(5)
-                if process.is_alive():
-                    process.kill()
-                    process.join()
+            _end(processes, 5)
+
+
+def exit_codes(ranks: int, mesh: str | Mesh, check: Callable[..., Any], *args: Any, timeout: float = 60) -> list[int]:
+    """How every rank ended that was started as by `run_ranks`, when all have, or were killed after the time-out."""
+    with tempfile.TemporaryDirectory() as folder:
+        _, processes = _start(ranks, mesh, check, args, timeout, folder)
+        _end(processes, timeout)
+        return [process.exitcode for process in processes]
+
+
+def _start(
+    ranks: int, mesh: str | Mesh, check: Callable[..., Any], args: Any, timeout: float, folder: str
+) -> tuple[list[Any], list[Any]]:
+    pipes, processes = [], []
+    for rank in range(ranks):
+        here, there = _CONTEXT.Pipe(duplex=False)
+        process = _CONTEXT.Process(
+            target=_child, args=(there, rank, ranks, str(Path(folder) / "store"), mesh, check, args, timeout)
+        )
+        process.start()
+        there.close()
+        pipes.append(here)
+        processes.append(process)
+    return pipes, processes
+
+
+def _end(processes: list[Any], patience: float) -> None:
+    end = time.monotonic() + patience
+    for process in processes:
+        process.join(max(0.0, end - time.monotonic()))
+        if process.is_alive():
+            process.kill()
+            process.join()
 
 
 def _collect(pipes: list[Any], timeout: float) -> list[Any]:

@@ -114,9 +114,7 @@ class Watch:
         now = time.monotonic()
         for rank in range(1, self.world.size):
             pulse = self._read(f"rank-{rank:05d}")
-            if pulse is None:
-                continue
-            if self._pulses.get(rank, (None, 0.0))[0] != pulse:
+            if rank not in self._pulses or self._pulses[rank][0] != pulse:
                 self._pulses[rank] = pulse, now
             elif now - self._pulses[rank][1] > SILENCE:
                 self._leave(f"rank {rank} has died without a word (killed, or its host is lost)")
