@@ -16,6 +16,7 @@ from glm5.model.glm5 import GLM5
 from glm5.parallel.compat import gathered_gradient_bytes
 from glm5.parallel.mesh import ParallelError, World
 from glm5.parallel.pipeline import engine, offload
+from glm5.parallel.pipeline.deferred import WeightGradients
 from glm5.parallel.pipeline.engine import Pipeline, build
 from glm5.parallel.pipeline.offload import chosen
 from glm5.parallel.pipeline.schedule import orders
@@ -155,6 +156,48 @@ def sharded(world: World) -> list[tuple[str, dict[str, float], int, int]]:
                 case = f"{terms} {name}/{each} every {every}"
                 out.append((case, differences(pipeline, wanted), most, formula))
     return out
+
+
+def spread(world: World) -> list[tuple[str, dict[str, float], bool]]:
+    terms, out = Terms(), []
+    rows = make_rows(pipeline_config(), 4)
+    wanted = one_process(make(terms), rows, terms)[1]
+    for name, again in (("zbv", ()), ("zbv", ("feed-forward",)), ("1f1b", ())):
+        pipeline = build(
+            make(terms),
+            world,
+            schedule=name,
+            recompute=again,
+            wrap=lambda stage: parallelize(stage, world, reshard=False),
+        )
+        work = terms.work(rows)
+        work.rows, work.mtp_rows = [share(r, world.place("data"), 2) for r in rows], None
+        deferred: set[str] = set()
+        plain = WeightGradients._put
+
+        def noted(
+            self: WeightGradients, weight: Tensor, compute: Any, deferred: Any = deferred, plain: Any = plain
+        ) -> None:
+            deferred.update([type(weight).__name__] if weight.ndim == 3 else [])
+            plain(self, weight, compute)
+
+        WeightGradients._put = noted
+        try:
+            pipeline.step(work)
+        finally:
+            WeightGradients._put = plain
+        out.append((f"{name} {again}", differences(pipeline, wanted), bool(deferred)))
+    return out
+
+
+def test_experts_that_are_spread_defer_their_gradients() -> None:
+    ranks = run_ranks(4, "pp=2,dp=2,ep=2", spread)
+    for rank in ranks:
+        for case, worst, _ in rank:
+            assert max(worst.values()) < 3e-5, case
+    deferred = [{case: found for case, _, found in rank} for rank in ranks]
+    assert [d["zbv ()"] for d in deferred] == [True] * 4
+    assert not any(d["1f1b ()"] for d in deferred)
 
 
 def held(pipeline: Pipeline, work: Any, zero2: bool) -> tuple[int, int]:

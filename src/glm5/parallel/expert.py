@@ -11,6 +11,8 @@ Legend: N tokens · M experts of a token · E experts · e experts of this rank 
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
@@ -46,7 +48,7 @@ class SpreadExperts(Experts):
     def _routed(self, x_ND: Tensor, expert_NM: Tensor, weight_NM: Tensor) -> Tensor:
         """The same for tokens that no other rank has."""
         group = self.world.group("ep")
-        gate_up, down = local(self.gate_up_proj), local(self.down_proj)
+        gate_up, down = _working(self.gate_up_proj), _working(self.down_proj)
         tokens, chosen = expert_NM.shape
         order = expert_NM.flatten().argsort(stable=True)
         sent_Re = torch.bincount(expert_NM.flatten(), minlength=group.size() * len(gate_up)).view(group.size(), -1)
@@ -99,6 +101,24 @@ def spread_experts(model: GLM5, world: World) -> None:
             setattr(experts, name, nn.Parameter(whole, requires_grad=parameter.requires_grad))
         experts.__class__ = SpreadExperts
         experts.world = world  # type: ignore[assignment]
+
+
+def _working(weight: Tensor) -> Tensor:
+    """This rank's part of the experts, to multiply with. If the whole's gradient may wait, then so may the part's."""
+    part, defer = local(weight), getattr(weight, "defer", None)
+    if defer is None or not isinstance(weight, DTensor):
+        return part
+    mesh, placements, shape, stride = weight.device_mesh, weight.placements, weight.shape, weight.stride()
+
+    def later(_: Tensor, compute: Callable[[], Tensor]) -> None:
+        def whole() -> Tensor:
+            return DTensor.from_local(compute(), mesh, placements, run_check=False, shape=shape, stride=stride)
+
+        defer(weight, whole)
+
+    leaf = part.detach().requires_grad_()  # no gradient flows back through the part: it all waits
+    leaf.defer = later  # type: ignore[attr-defined]
+    return leaf
 
 
 def local(t: Tensor) -> Tensor:

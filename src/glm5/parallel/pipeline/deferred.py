@@ -13,7 +13,6 @@ from functools import partial
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
 from glm5.kernels.deferral import linear
 from glm5.model.moe import Experts
@@ -23,7 +22,7 @@ class WeightGradients:
     """What waits, of the modules that `watch` is given.
 
     Not deferred, as they are small or sums: norms, biases, embeddings, the router, and the head, whose gradient is made
-    with its loss. Parameters that are DTensors while they are used (tensor and expert parallelism) get theirs at once.
+    with its loss. Linear layers that tensor parallelism has divided get theirs at once, too.
     """
 
     def __init__(self) -> None:
@@ -43,7 +42,7 @@ class WeightGradients:
         """Mark the weights as they are now; FSDP puts other tensors in their place when it gathers them."""
         for part, name in self._owners:
             weight = getattr(part, name)
-            if weight.requires_grad and not isinstance(weight, DTensor):
+            if weight.requires_grad:
                 weight.defer = self._put
 
     def _put(self, weight: Tensor, compute: Callable[[], Tensor]) -> None:
