@@ -9,7 +9,9 @@ import pytest
 import torch
 
 from glm5.parallel.mesh import Mesh, World
+from glm5.train.config import TrainConfig
 from glm5.train.evaluate import held_out
+from glm5.utils.errors import ConfigError
 from support.parallel import apart, gradients, make
 from support.ranks import run_ranks
 from support.training import dataset
@@ -65,3 +67,29 @@ def _compare(world: World, directory: str) -> list[str]:
 def test_one_step_equals_one_process(mesh: str, expected: Path) -> None:
     for rank, wrong in enumerate(run_ranks(Mesh.parse(mesh).size, mesh, _compare, str(expected))):
         assert not wrong, f"rank {rank}: {wrong[:8]}"
+
+
+def _by_work(world: World, directory: str) -> tuple[list[str], list[float]]:
+    """What is wrong with a step whose rows are dealt by work, and the work of this rank's micro-batches."""
+    found, *_ = torch.load(f"{directory}/pretrain.pt")
+    of = make(world, directory, f"{world.mesh}-by-work", by_work=True, micro_batch=1)
+    own, _ = gradients(of)
+    of.samples = 0
+    rows = of._rows(4)
+    seen = [float((torch.arange(r.seq_len) - r.first_BS[:, : r.seq_len] + 1).clamp(min=0).sum()) for r in rows]
+    return apart(found, own, TOLERANCE), seen
+
+
+def test_rows_dealt_by_work_give_the_same_gradient(expected: Path) -> None:
+    (wrong, one), (also_wrong, other) = run_ranks(2, "dp=2", _by_work, str(expected))
+    assert not wrong + also_wrong
+    rows = sorted(one + other, reverse=True)
+    assert len(set(rows)) > 1
+    # Like with like: each micro-batch has the next two of all rows by work.
+    assert [sorted(pair, reverse=True) for pair in zip(one, other, strict=True)] == [rows[:2], rows[2:]]
+
+
+def test_dealing_by_work_needs_mtp_on_every_row() -> None:
+    with pytest.raises(ConfigError, match="by_work=True: needs mtp_share=1"):
+        TrainConfig(by_work=True, mtp_share=0.5)
+    TrainConfig(by_work=True, mtp_share=0.5, mtp_depths=0)

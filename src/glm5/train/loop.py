@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
+from glm5.data.balance import in_turn
 from glm5.data.loader import Loader
 from glm5.ledger.compute import training_cost
 from glm5.model.glm5 import GLM5
@@ -283,8 +284,11 @@ class Trainer:
 
     def _rows(self, count: int) -> list[Rows]:
         """This rank's micro-batches of a step of so many rows."""
-        numbers = self.ranks.share(self.loader.rows(self.samples, count))
         size, dataset, device = self.config.micro_batch, self.loader.dataset, self.model.device
+        numbers = self.loader.rows(self.samples, count)
+        if self.config.by_work:
+            numbers = numbers[in_turn(dataset.work(numbers, self.cost), self.ranks.count("dp"))]
+        numbers = self.ranks.share(numbers)
         batches = [dataset.batch(numbers[i : i + size]) for i in range(0, len(numbers), size)]
         return [self.ranks.shared(Rows.of(b, device), b, self.cost) for b in batches]
 

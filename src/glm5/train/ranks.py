@@ -81,6 +81,10 @@ class Ranks:
         """Where numbers that ranks exchange lie."""
         return torch.device("cpu") if self.world is None else self.world.device
 
+    def count(self, axis: str) -> int:
+        """Ranks along an axis of the mesh."""
+        return 1 if self.world is None else self.world.count(axis)
+
     def at(self, step: int, phase: str) -> None:
         """Tell the watch, if there is one, what this rank begins to do: it names who stands still, and where."""
         if self.world is not None and self.world.watch is not None:
