@@ -44,6 +44,8 @@ def test_dynamic_sampling_counts_what_it_leaves_out() -> None:
     assert found.kept == [1, 5]
     assert (found.all_equal_high, found.all_equal_low, found.empty) == (2, 2, 1)
     assert found.zero_variance == 4
+    assert found.metrics == {"frac_reward_zero_std": 4 / 6, "zero_std/count_high": 2, "zero_std/count_low": 2}
+    assert dynamic_sampling([]).metrics["frac_reward_zero_std"] == 0
 
 
 @pytest.mark.parametrize(

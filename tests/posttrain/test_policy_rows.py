@@ -225,19 +225,9 @@ def test_the_engines_rollouts_have_a_ratio_of_one(sampling: dict[str, float]) ->
             ids.setdefault((delta.rid, delta.index), []).extend(delta.ids)
             info.setdefault((delta.rid, delta.index), []).extend(delta.info)
     found = []
-    for number, ((rid, _), answer) in enumerate(ids.items()):
-        prompt, given = prompts[int(rid)], info[rid, _]
-        none = [None] * len(prompt)
-        found.append(
-            Trajectory(
-                [*prompt, *answer],
-                [False] * len(prompt) + [True] * len(answer),
-                [0.0] * len(prompt) + [x.logprob - x.kept_logprob for x in given],
-                number,
-                temperature=params.temperature,
-                kept=[*none, *(x.kept for x in given)],
-            )
-        )
+    for number, ((rid, index), answer) in enumerate(ids.items()):
+        given = info[rid, index]
+        found.append(Trajectory.sampled(prompts[int(rid)], answer, given, number, temperature=params.temperature))
     rows = pack(found, SEQ_LEN)
     assert int(rows.mask_BT.sum()) == 6 * 14
     ratio = (rows.logprobs(model).logprobs_N - rows.logprobs_BT[rows.mask_BT]).exp()

@@ -1,2 +1,4 @@
-"""From a base model to an assistant: fine-tuning on conversations, the losses and advantages of reinforcement learning,
-and verifiers. Read next: `chat_data` and `sft`; `losses`, `advantage`, `rows`; `prompts`, `verify`."""
+"""From a base model to an assistant: fine-tuning, and the losses, updates and verifiers of reinforcement learning.
+
+Read next: `chat_data` and `sft`; `losses`, `advantage`, `rows`, `update`; `prompts` and `verify`.
+"""

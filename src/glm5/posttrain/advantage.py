@@ -70,6 +70,16 @@ class Filtered:
     def zero_variance(self) -> int:
         return self.all_equal_high + self.all_equal_low
 
+    @property
+    def metrics(self) -> dict[str, float]:
+        """Under the names that practitioners know; shares are of groups that hold an answer."""
+        groups = len(self.kept) + self.zero_variance
+        return {
+            "frac_reward_zero_std": self.zero_variance / groups if groups else 0.0,
+            "zero_std/count_high": float(self.all_equal_high),
+            "zero_std/count_low": float(self.all_equal_low),
+        }
+
 
 def dynamic_sampling(groups: Sequence[Sequence[float]], solved_at: float = 1.0) -> Filtered:
     """Leave out groups whose rewards are all equal: their advantages are 0 (DAPO, dynamic sampling).

@@ -20,6 +20,7 @@ from glm5.data.packing import first_and_positions, plan_rows
 from glm5.model.glm5 import GLM5
 from glm5.posttrain.logprobs import ActionLogprobs, Kept, action_logprobs
 from glm5.posttrain.losses import Actions, BatchCounts
+from glm5.serve.request import TokenInfo
 from glm5.utils.errors import ConfigError, DataError
 
 
@@ -58,6 +59,30 @@ class Trajectory:
         if not 0 < self.temperature < float("inf"):
             rule = "must be above 0: a greedy answer has no log-probability to learn from"
             raise ConfigError("temperature", self.temperature, rule)
+
+    @classmethod
+    def sampled(
+        cls,
+        prompt: Sequence[int],
+        answer: Sequence[int],
+        info: Sequence[TokenInfo],
+        rollout: int,
+        *,
+        advantages: float = 0.0,
+        temperature: float = 1.0,
+    ) -> Trajectory:
+        """One prompt and an engine's answer to it, asked for with `logprobs=0` and, where draws are cut,
+        `kept_set=True`."""
+        before = len(prompt)
+        return cls(
+            ids=[*prompt, *answer],
+            drawn=[False] * before + [True] * len(answer),
+            logprobs=[0.0] * before + [x.logprob - x.kept_logprob for x in info],
+            rollout=rollout,
+            advantages=advantages,
+            temperature=temperature,
+            kept=[*[None] * before, *(x.kept for x in info)],
+        )
 
 
 @dataclass(frozen=True)

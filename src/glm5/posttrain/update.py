@@ -1,0 +1,132 @@
+"""One update of a policy from packed rows, in micro-batches; and scores of rows under a model.
+
+It is the part of reinforcement learning between rollouts and weights: counts of the whole batch once, a loss for each
+micro-batch, then clip and step, or no step where nothing is to be learned. Read next: `losses`, `rows`.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from glm5.model.glm5 import GLM5
+from glm5.posttrain.losses import BatchCounts, LossConfig, LossMetrics, mismatch_ratio, policy_loss, sequence_log_ratio
+from glm5.posttrain.rows import PolicyRows, micro_batches
+from glm5.train.optim import clip_grad_norm
+from glm5.utils.errors import NumericalError
+
+
+def freeze_indexers(model: GLM5) -> None:
+    """Let the indexers rest, as the report does in reinforcement learning: what a token sees is then the same in the
+    engine and in every later pass of the trainer, as far as weights go."""
+    for name, parameter in model.named_parameters():
+        if ".indexer." in name:
+            parameter.requires_grad_(False)
+
+
+@torch.no_grad()
+def score(model: GLM5, rows: PolicyRows, *, micro_batch: int = 1, sparse: bool | None = None) -> Tensor:
+    """log π of every action under a model, fp32 [B, T], 0 elsewhere: for the old policy, a reference or a teacher."""
+    found_BT = torch.zeros_like(rows.logprobs_BT)
+    for (numbers,) in zip(*micro_batches(len(rows), micro_batch), strict=True):
+        part = rows.take(numbers)
+        logprobs = part.logprobs(model, sparse=sparse).logprobs_N
+        held = [n for n in numbers if n >= 0]
+        here = torch.zeros_like(part.logprobs_BT)
+        here[part.mask_BT] = logprobs.to(here.dtype)
+        found_BT[held] = here[: len(held)]
+    return found_BT
+
+
+class PolicyUpdate:
+    """Updates of one policy.
+
+    Args:
+        model: trained in place. optimizer: of its parameters. loss: which.
+        micro_batch: rows at once. clip: largest global gradient norm, 0 for none.
+        sparse: attention of the trainer's passes; None is what the model was trained for, as in the engine.
+
+    `skipped` counts batches that had nothing to learn from.
+    """
+
+    def __init__(
+        self,
+        model: GLM5,
+        optimizer: torch.optim.Optimizer,
+        loss: LossConfig,
+        *,
+        micro_batch: int = 1,
+        clip: float = 1.0,
+        sparse: bool | None = None,
+    ) -> None:
+        self.model, self.optimizer, self.loss = model, optimizer, loss
+        self.micro_batch, self.clip, self.sparse = micro_batch, clip, sparse
+        self.skipped = 0
+
+    def __call__(
+        self,
+        rows: PolicyRows,
+        rollouts: int,
+        *,
+        old_BT: Tensor | None = None,
+        reference_BT: Tensor | None = None,
+    ) -> dict[str, float]:
+        """One update; returns the figures of `LossMetrics`, "loss", "grad_norm" and "stepped" (1 or 0).
+
+        Args:
+            rows: the batch. rollouts: how many its rollouts are numbered to.
+            old_BT: `score` under the weights that made the rollouts; None is now, for the first update on a batch.
+            reference_BT: `score` under the reference of the KL term.
+
+        Raises:
+            NumericalError: the loss or a gradient is not finite; the weights are those of before.
+        """
+        counts = rows.counts(rollouts)
+        log_s, ratio_BT = self._of_sequences(rows, counts, old_BT)
+        metrics, total, moving = LossMetrics(), 0.0, 0
+        self.optimizer.zero_grad(set_to_none=True)
+        for (numbers,) in zip(*micro_batches(len(rows), self.micro_batch), strict=True):
+            part, held = rows.take(numbers), [max(n, 0) for n in numbers]
+            at = part.mask_BT
+            actions = part.actions(
+                part.logprobs(self.model, sparse=self.sparse, with_entropy=True),
+                old_logprobs=None if old_BT is None else old_BT[held][at],
+                reference_logprobs=None if reference_BT is None else reference_BT[held][at],
+                log_s=log_s,
+                ratio=None if ratio_BT is None else ratio_BT[held][at],
+            )
+            found = policy_loss(self.loss, actions, counts)
+            value = float(found.loss.detach())
+            if not math.isfinite(value):
+                self.optimizer.zero_grad(set_to_none=True)
+                raise NumericalError(
+                    f"the policy's loss is {value}", "Lower the learning rate, or look at the rollouts"
+                )
+            found.loss.backward()
+            metrics.add(found.metrics)
+            total, moving = total + value, moving + int(found.moving)
+        norm = 0.0
+        if moving:
+            norm = clip_grad_norm(list(self.model.named_parameters()), self.clip or math.inf)
+            self.optimizer.step()
+        else:  # momentum and weight decay would move the weights without any gradient
+            self.skipped += 1
+        self.optimizer.zero_grad(set_to_none=True)
+        return {**metrics.values(), "loss": total, "grad_norm": norm, "stepped": float(moving > 0)}
+
+    def _of_sequences(
+        self, rows: PolicyRows, counts: BatchCounts, old_BT: Tensor | None
+    ) -> tuple[Tensor | None, Tensor | None]:
+        """What needs all rows of a sequence: GSPO's mean ratios, and a correction that is no token's own."""
+        loss, mask_N, rollout_N = self.loss, rows.mask_BT.flatten(), rows.rollout_BT.flatten()
+        by_sequence = loss.correction != "none" and loss.correction_level != "token"
+        if loss.objective != "sequence_clip" and not by_sequence:
+            return None, None
+        now_BT = score(self.model, rows, micro_batch=self.micro_batch, sparse=self.sparse)
+        before_N = (now_BT if old_BT is None else old_BT).flatten()
+        log_s = sequence_log_ratio(now_BT.flatten(), before_N, rollout_N, mask_N, counts.actions_S)
+        engine_N = rows.logprobs_BT.flatten()
+        arguments = (before_N, engine_N, rollout_N, mask_N, counts.actions_S, loss.correction_level)
+        return log_s, mismatch_ratio(*arguments).view_as(now_BT)
