@@ -31,7 +31,7 @@ def _run(world: World, directory: str, what: str) -> None:
 
 @pytest.mark.parametrize(
     ("what", "said", "code"),
-    [("raises", "rank 1: MemoryError: no room for 4 GiB / mend: ", 0), ("dies", "rank 1 has died without a word", 9)],
+    [("raises", "rank 1: MemoryError: no room for 4 GiB / mend: ", 0), ("dies", "rank 1: died without a word", 9)],
 )
 def test_a_lost_rank_ends_the_run(what: str, said: str, code: int, tmp_path: Path) -> None:
     assert exit_codes(3, "dp=3", _run, str(tmp_path), what, timeout=40) == [1, code, 1]

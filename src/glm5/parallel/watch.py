@@ -117,7 +117,7 @@ class Watch:
             if rank not in self._pulses or self._pulses[rank][0] != pulse:
                 self._pulses[rank] = pulse, now
             elif now - self._pulses[rank][1] > SILENCE:
-                self._leave(f"rank {rank} has died without a word (killed, or its host is lost)")
+                self._write("failed", [rank, "died without a word (killed, or its host is lost)"])
 
     def _hang(self) -> None:
         """Write this rank's stack traces; on rank 0 also say who is behind."""
