@@ -352,10 +352,10 @@ def peer_rows(model: GLM5, context: int, tokens: int) -> list[dict[str, Any]]:
         cache = step = None  # type: ignore[assignment]
         torch.cuda.empty_cache()
     reference.set_experts_implementation("grouped_mm")
-    for attention in ("sdpa", "eager"):
+    for attention, length in (("eager", tokens // 2), ("sdpa", tokens // 2), ("sdpa", tokens)):
         reference.set_attn_implementation(attention)
-        row = {"part": f"transformers prefill, {attention} + grouped_mm", "batch": 1, "context": tokens}
-        ids = random_ids(model, 1, tokens)
+        row = {"part": f"transformers prefill, {attention} + grouped_mm", "batch": 1, "context": length}
+        ids = random_ids(model, 1, length)
 
         def run(ids: Tensor = ids) -> Tensor:
             return reference(ids, use_cache=True, logits_to_keep=1).logits[0, -1].argmax()
@@ -447,6 +447,7 @@ def main() -> None:
             for batch in sorted({batches[0], 64}):
                 add(engine, batch, contexts[0])
         if "prefill" in parts:
+            add(prefill, a.prefill // 2)
             add(prefill, a.prefill)
         if "chunks" in parts:
             add(chunks, a.long, a.chunk)
