@@ -19,6 +19,7 @@ from glm5.serve.client import Unavailable, WeightUpdate
 from glm5.serve.config import EngineConfig
 from glm5.serve.engine import Engine
 from glm5.serve.llm import Answer
+from glm5.serve.prefix import page_keys
 from glm5.serve.request import Delta, Request, SamplingParams
 from glm5.utils.errors import CheckpointError, ConfigError, UserError
 from support.drafting import agreeable
@@ -226,6 +227,28 @@ def test_several_answers_share_a_prompt(model: GLM5, prompts: list[list[int]]) -
         if drafts == 0:
             plain = texts
     assert texts == plain
+
+
+def test_shared_pages_hold_no_entries_of_drafts(model: GLM5) -> None:
+    """What the tree keeps of an answer is what reading that text would make, the MTP block's entries included, however
+    many drafts were accepted last."""
+    found = 0
+    for length in range(100, 128, 3):
+        engine = Engine(model, replace(SMALL, drafts=3))
+        ids = [7 + i % 300 for i in range(length)]
+        (answer,) = run(engine, [ids], replace(GREEDY, max_new_tokens=130 - length))
+        text = [*ids, *answer.ids]
+        reader = Engine(model, replace(SMALL, drafts=3))
+        run(reader, [text], replace(GREEDY, max_new_tokens=1))
+        keys = page_keys(text, 64)
+        pairs = list(zip(engine.tree.match(keys), reader.tree.match(keys), strict=False))
+        found += len(pairs)
+        for mine, read in pairs:
+            for a, b in zip(engine.cache.layers, reader.cache.layers, strict=True):
+                for x, y in zip(a, b, strict=True):
+                    rows = x[0, mine.page * 64 :][:64], y[0, read.page * 64 :][:64]
+                    torch.testing.assert_close(*rows, rtol=0, atol=2e-5)
+    assert found > 12
 
 
 # --------------------------------------------------------------------------- weights

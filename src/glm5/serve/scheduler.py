@@ -148,7 +148,7 @@ class Scheduler:
         if sequence.state == "finished":
             self._release(sequence)
         elif filled:
-            sequence.computed = item.start + item.count
+            sequence.computed = sequence.settled = item.start + item.count
             self._publish(sequence)
 
     def retract_all(self) -> None:
@@ -223,8 +223,9 @@ class Scheduler:
             if sequence.state == "finished":
                 self._release(sequence)
                 continue
+            sequence.settled = item.start + item.count
             if not sequence.decoding:
-                sequence.computed = item.start + item.count
+                sequence.computed = sequence.settled
             if any(not outcomes[answer].ids for answer in item.answers):
                 self.tree.forget(sequence.keys(1, self.pool.page_size))
                 sequence.cache_version = None
@@ -326,7 +327,7 @@ class Scheduler:
             assert node.page is not None
             sequence.pages.append(node.page)
         sequence.pages += new
-        sequence.computed = len(nodes) * self.pool.page_size
+        sequence.computed = sequence.settled = len(nodes) * self.pool.page_size
         if sequence.state == "waiting":
             sequence.cached = sequence.computed
             self.tree.count(len(sequence.ids), sequence.computed)
@@ -372,7 +373,8 @@ class Scheduler:
         if begun:
             self.pool.duplicate(first.pages[full], own[0])
         sequence.pages = first.pages[:full] + own
-        sequence.computed, sequence.cache_version = first.computed, first.cache_version
+        sequence.computed, sequence.settled = first.computed, first.settled
+        sequence.cache_version = first.cache_version
         self._run(sequence)
 
     def _matchable(self, sequence: Sequence) -> int:
@@ -398,6 +400,7 @@ class Scheduler:
             sequence.cached += tokens
             self.tree.count(0, tokens)
         sequence.computed += tokens
+        sequence.settled = sequence.computed
 
     def _is_being_read(self, sequence: Sequence) -> bool:
         """Whether its next page is read right now by another prompt that begins the same: a step later it is there."""
@@ -416,7 +419,7 @@ class Scheduler:
 
     def _publish(self, sequence: Sequence) -> None:
         """Enter its whole pages into the tree, if they are of the weights of now."""
-        full = sequence.computed // self.pool.page_size
+        full = sequence.settled // self.pool.page_size
         if sequence.cache_version == self.tree.version:
             keys = sequence.keys(full, self.pool.page_size)
             sequence.pages[:full] = self.tree.insert(keys, sequence.pages[:full])
@@ -431,7 +434,7 @@ class Scheduler:
                 self.pin(lease)
         for page in reversed(sequence.pages):
             self.pool.device.release(page)
-        sequence.pages, sequence.computed, sequence.decoding = [], 0, False
+        sequence.pages, sequence.computed, sequence.settled, sequence.decoding = [], 0, 0, False
         self.running.remove(sequence)
 
     # ------------------------------------------------------------------ states
