@@ -97,6 +97,18 @@ def test_padding_touches_nothing_but_the_spare_page_and_tables_may_change() -> N
             assert all(torch.equal(a[:, kept], b[:, kept]) for a, b in zip(pools, before, strict=True))
 
 
+@pytest.mark.usefixtures("recorded")
+def test_warming_up_records_every_number_of_sequences_once(caplog: pytest.LogCaptureFixture) -> None:
+    engine = Engine(tiny_model(0).eval(), replace(PLAIN, cuda_graphs=True, max_running=5))
+    with caplog.at_level(logging.INFO):
+        engine.warm()
+        engine.warm()
+    told = [r.getMessage() for r in caplog.records if "recording" in r.getMessage()]
+    assert told == [f"recording a step of {n} sequences, 1 rows each, tables of 4 pages" for n in (1, 2, 4, 5)]
+    assert engine.info()["recorded_steps"] == 0
+    Engine(tiny_model(0).eval(), PLAIN).warm()  # nothing to do
+
+
 def test_what_is_not_recorded_is_left_to_the_plain_call(caplog: pytest.LogCaptureFixture) -> None:
     model = tiny_model(0).eval()
     cache = PagedCache(model.config, 13)

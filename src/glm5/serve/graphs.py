@@ -176,7 +176,21 @@ class Graphs:
             return None
         rows = next(n for n in self._rows if n >= len(runs))
         pages = next(n for n in self._pages if n * self._cache.size >= slots)
-        shape = rows, queries, pages
+        step = self._step((rows, queries, pages))
+        if step is None:
+            return None
+        self.replayed += 1
+        return step(runs, ids)
+
+    def warm(self, queries: int) -> None:
+        """Record every number of sequences, `queries` rows each, at the shortest tables: what has to be compiled is
+        compiled now, and not under the first requests."""
+        for rows in self._rows:
+            if self._step((rows, queries, self._pages[0])) is None:
+                return
+
+    def _step(self, shape: tuple[int, int, int]) -> _Step | None:
+        """The recorded step of a shape, recorded now if need be; None if it cannot be."""
         if shape not in self._steps:
             log.info("recording a step of %d sequences, %d rows each, tables of %d pages", *shape)
             try:
@@ -185,8 +199,7 @@ class Graphs:
                 log.warning("steps run plainly, without CUDA graphs: %s", str(problem).splitlines()[0])
                 self._broken = True
                 return None
-        self.replayed += 1
-        return self._steps[shape](runs, ids)
+        return self._steps[shape]
 
     def forget(self) -> None:
         """Record anew: the weights have moved."""
