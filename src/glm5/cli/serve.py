@@ -81,6 +81,7 @@ def main(argv: Sequence[str]) -> int:
     tokenizer = load_tokenizer(options.checkpoint)
     model = load_model(options.checkpoint, device=resolve_device(options.device), dtype=options.dtype)
     engine = Engine(model, _part(EngineConfig, options), tokenizer)
+    engine.warm()
     runner = Runner(engine, tokenizer, name)
     app = create_app(runner, http, start=runner.start, stop=runner.stop)
 

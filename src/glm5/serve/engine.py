@@ -152,6 +152,12 @@ class Engine:
             limits = dict(most=self.config.max_running, context=self.context)
             self._graphs = Graphs(self.model, self.cache, spare=pages, record=record, **limits)
 
+    @torch.inference_mode()
+    def warm(self) -> None:
+        """Compile and record on a GPU what decode steps need, before the first request waits for it."""
+        if self._graphs is not None:
+            self._graphs.warm(1 + self.config.drafts)
+
     # ------------------------------------------------------------------ requests
     @property
     def has_work(self) -> bool:

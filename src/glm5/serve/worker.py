@@ -71,6 +71,8 @@ async def work(options: WorkerOptions) -> None:
         device = f"cuda:{options.number % torch.cuda.device_count()}"
     model = load_model(options.checkpoint, device=device, dtype=options.dtype)
     engine = Engine(model, options.engine, tokenizer)
+    if options.role == "decode":
+        engine.warm()
     runner = Runner(engine, tokenizer, options.name)
     wire = await connect(options.front, key)
 
