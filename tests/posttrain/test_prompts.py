@@ -64,14 +64,28 @@ def test_bad_rows_are_listed_by_line_and_nothing_is_used(tmp_path: Path) -> None
         row(rating=5),
         row(info=[]),
         row(tools="x"),
+        '{"prompt": "p", "answer": NaN, "verifier": "maths", "domain": "d"}',
     ]
     path = write(tmp_path / "p.jsonl", row(), *bad, row(2))
     with pytest.raises(DataError) as found:
         read_prompts(path)
-    assert "11 of 13 rows cannot be used" in found.value.what
+    assert "12 of 14 rows cannot be used" in found.value.what
     for number, name in zip(
-        range(2, 13),
-        ("answer", "JSON", "list", "verifier", "prompt", "assistant", "weak", "pass_rate", "rating", "info", "tools"),
+        range(2, 14),
+        (
+            "answer",
+            "JSON",
+            "list",
+            "verifier",
+            "prompt",
+            "assistant",
+            "weak",
+            "pass_rate",
+            "rating",
+            "info",
+            "tools",
+            "NaN",
+        ),
         strict=True,
     ):
         (line,) = [x for x in found.value.what.splitlines() if x.startswith(f"  line {number}:")]

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -133,3 +136,24 @@ def test_what_is_no_json_and_what_is_not_there(pool: VerifierPool) -> None:
 def test_a_large_answer_goes_through(pool: VerifierPool) -> None:
     text = "ä" * 1_000_000
     assert pool.check(task(text, text)).reward == 1
+
+
+def test_a_worker_ends_itself_where_nobody_is_left_to_kill_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "own_checks.py").write_text(CHECKS)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path), prepend=os.pathsep)
+    lines = [{"load": "own_checks:check"}, {**vars(task("hang"))}]
+    found = subprocess.run(
+        [sys.executable, "-m", "glm5.posttrain.verify.worker", str(1 << 32), "0.5"],
+        input="".join(json.dumps(x) + "\n" for x in lines),
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert found.returncode == 1
+    assert json.loads(found.stdout)["detail"] == "loaded"
+    assert "own_checks.py" in found.stderr  # where it stood
+
+
+def test_workers_are_light() -> None:
+    code = "import glm5.posttrain.verify.worker, sys; assert not {'torch', 'numpy', 'sympy'} & set(sys.modules)"
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)

@@ -15,6 +15,10 @@ T = TypeVar("T")
 SHOWN = 20  # bad rows that a message lists
 
 
+def _no_constant(name: str) -> None:
+    raise ValueError(f"{name} is no value of JSON")
+
+
 def read_rows(path: str | Path, make: Callable[[Mapping[str, Any], int], T]) -> list[T]:
     """What `make` makes of every row's object and its line number, from 1. Blank lines are no rows.
 
@@ -30,7 +34,7 @@ def read_rows(path: str | Path, make: Callable[[Mapping[str, Any], int], T]) -> 
             if not line.strip():
                 continue
             try:
-                row = json.loads(line.decode("utf-8"))
+                row = json.loads(line.decode("utf-8"), parse_constant=_no_constant)
                 if not isinstance(row, dict):
                     raise DataError(f"{type(row).__name__} in place of an object")
                 made.append(make(row, number))

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 import torch
@@ -95,6 +96,7 @@ class PolicyRows:
         mask_BT: whether the target is an action. rollout_BT: its rollout, -1 in padding.
         advantages_BT, logprobs_BT (the engine's), temperature_BT: of the target, fp32.
         kept: of the B·T targets; None where no draw was cut.
+        vocab_size: ids below it could be drawn; None is all that the model's head has.
     """
 
     input_BT: Tensor
@@ -106,11 +108,12 @@ class PolicyRows:
     logprobs_BT: Tensor
     temperature_BT: Tensor
     kept: Kept | None
+    vocab_size: int | None = None
 
     def __len__(self) -> int:
         return len(self.input_BT)
 
-    def _with(self, of: dict[str, Tensor], kept: Kept | None) -> PolicyRows:
+    def _with(self, of: dict[str, Any], kept: Kept | None) -> PolicyRows:
         return replace(self, **of, kept=kept)
 
     def _tensors(self) -> dict[str, Tensor]:
@@ -145,6 +148,7 @@ class PolicyRows:
             self.target_BT.flatten()[at_A],
             temperature_N=self.temperature_BT.flatten()[at_A],
             kept=None if self.kept is None else self.kept.select(at_A),
+            vocab_size=self.vocab_size,
             with_entropy=with_entropy,
         )
 
@@ -162,8 +166,13 @@ class PolicyRows:
         )
 
 
-def pack(trajectories: Sequence[Trajectory], seq_len: int, *, packed: bool = True) -> PolicyRows:
+def pack(
+    trajectories: Sequence[Trajectory], seq_len: int, *, packed: bool = True, vocab_size: int | None = None
+) -> PolicyRows:
     """Trajectories in rows of `seq_len` queries, best fit first, none reading another; or one to a row.
+
+    Args:
+        vocab_size: the tokenizer's, which an engine draws from: a model's head may be padded beyond it.
 
     Raises:
         DataError: a trajectory is shorter than two tokens, or longer than a row: cut it where it was drawn, for a piece
@@ -211,6 +220,7 @@ def pack(trajectories: Sequence[Trajectory], seq_len: int, *, packed: bool = Tru
         logprobs_BT=torch.from_numpy(np.where(same, logprob[:, 1:], 0)),
         temperature_BT=torch.from_numpy(np.where(same, temperature[:, 1:], 1)),
         kept=Kept.of(kept_in_order) if sets else None,
+        vocab_size=vocab_size,
     )
 
 
