@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+from glm5.parallel.context import context_ways
+from glm5.parallel.exchange import Hierarchy
 from glm5.parallel.mesh import Mesh, World
 from glm5.train.config import TrainConfig
 from glm5.train.evaluate import held_out
@@ -44,6 +47,10 @@ def expected(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def _compare(world: World, directory: str) -> list[str]:
     """What is wrong on this rank, in words."""
     wrong = []
+    os.environ["LOCAL_WORLD_SIZE"] = "2"  # as if two hosts held four ranks
+    hosts = context_ways(world)
+    if isinstance(hosts, Hierarchy) != (world.mesh.cp > 2):
+        wrong.append(f"{hosts} between cp={world.mesh.cp} ranks")
     for name, options in STEPS.items():
         found, metrics, biases, measured = torch.load(f"{directory}/{name}.pt")
         of = make(world, directory, f"{world.mesh}-{name}", **options)

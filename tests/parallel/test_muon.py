@@ -362,6 +362,13 @@ def test_every_matrix_has_one_owner_that_holds_it_and_loads_are_balanced(case):
         assert max(loads.values()) <= sum(costs) / len(boxes) + max(costs)
 
 
+def test_of_equally_loaded_ranks_the_one_that_holds_most_is_the_owner():
+    matrix = Matrix(0, ((0, 0, 8),), 4, 1)
+    assert assign([matrix], [{0: 8, 1: 24}])[0].owner == 1
+    assert assign([matrix], [{0: 16, 1: 16}])[0].owner == 0
+    assert [u.owner for u in assign([matrix] * 3, [{0: 8, 1: 24}] * 3)] == [1, 0, 1]
+
+
 def test_operations_are_those_of_the_iteration():
     # X Xᵀ, its square, and a product with X, in each of five steps; two operations a multiply-add.
     assert newton_schulz_operations(2, 3) == 5 * (2 * 2 * 2 * 3 + 2 * 2 * 2 * 2 + 2 * 2 * 2 * 3)

@@ -19,6 +19,7 @@ neighbours that plans use, once. Source: report section 2.4.2. Read first: `glm5
 from __future__ import annotations
 
 import copy
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -34,6 +35,7 @@ from glm5.kernels.visibility import Visibility
 from glm5.model.cache import Part, SharedRows
 from glm5.model.trace import Aux
 from glm5.parallel.exchange import Hierarchy, Ways, gather, place_in, scatter_sum
+from glm5.parallel.mesh import World
 from glm5.utils.errors import ConfigError
 
 
@@ -165,6 +167,22 @@ class _Gathered(torch.autograd.Function):
         sent = wide.new_zeros(ranks * rows._share, batch, width).index_copy_(0, rows._found_S, wide)
         own = scatter_sum(sent.view(ranks, rows._share, batch, width), rows._ways)
         return own[: ctx.tokens].transpose(0, 1).to(grad_BSX.dtype), None
+
+
+def context_ways(world: World) -> Ways:
+    """How a mesh's context-parallel ranks reach each other: within and between hosts, where they are on several.
+
+    Ranks that torchrun started on one host are neighbours (LOCAL_WORLD_SIZE of them). Every process calls this.
+    """
+    mesh = world.mesh
+    per_host = int(os.environ.get("LOCAL_WORLD_SIZE", world.size)) // mesh.tp
+    if per_host < 2 or mesh.cp <= per_host or mesh.cp % per_host:
+        return world.group("cp")
+    mine: Hierarchy | None = None
+    for line in world.base.mesh.transpose(2, 3).reshape(-1, mesh.cp).tolist():
+        mine = Hierarchy.build(line, per_host) or mine
+    assert mine is not None
+    return mine
 
 
 class ContextGroups:

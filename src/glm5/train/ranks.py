@@ -29,6 +29,7 @@ from glm5.train.rows import Rows
 from glm5.utils.errors import ConfigError, UserError
 
 if TYPE_CHECKING:
+    from glm5.parallel.exchange import Ways
     from glm5.parallel.muon import Holdings
     from glm5.parallel.pipeline.engine import Pipeline
 
@@ -65,11 +66,14 @@ class Ranks:
 
     Args:
         world: None is one process.
+        gather_once: hold all parameters from a step's first micro-batch to its last, and reduce gradients after the
+            last: a fraction of the communication, for the memory of whole parameters and fp32 gradients.
     """
 
-    def __init__(self, world: World | None = None) -> None:
-        self.world = world
+    def __init__(self, world: World | None = None, *, gather_once: bool = False) -> None:
+        self.world, self.gather_once = world, gather_once
         self.alone = world is None
+        self._ways: Ways | None = None  # between context-parallel ranks
 
     @property
     def main(self) -> bool:
@@ -106,8 +110,19 @@ class Ranks:
             return placed(model, self.world, options)
         from glm5.parallel.shard import parallelize
 
-        parallelize(model, self.world)
+        parallelize(model, self.world, reshard=not self.gather_once)
         return None
+
+    def before(self, micro: int, of: int, model: nn.Module) -> None:
+        """Say which of a step's micro-batches comes now."""
+        if self.world is not None and self.gather_once:
+            from torch.distributed.fsdp import FSDPModule
+
+            assert isinstance(model, FSDPModule)
+            last = micro == of - 1
+            model.set_is_last_backward(last)
+            model.set_requires_gradient_sync(last)
+            model.set_reshard_after_backward(last)
 
     def head(self, model: GLM5) -> tuple[Tensor, Head]:
         """The output head, or this rank's rows of it, and what computes with it."""
@@ -186,11 +201,13 @@ class Ranks:
         """What this rank does of rows whose positions the context-parallel ranks share out by cost."""
         if self.world is None or self.world.count("cp") == 1:
             return rows
-        from glm5.parallel.context import ContextRows
+        from glm5.parallel.context import ContextRows, context_ways
 
         seen_BT = np.maximum(np.arange(1, batch.seq_len + 1) - batch.first_BT, 0)
         spans = context_spans(cost.queries(seen_BT).sum(0), self.world.count("cp"))
-        return rows.shared(ContextRows(spans, rows.first_BS, self.world.group("cp")))
+        if self._ways is None:
+            self._ways = context_ways(self.world)
+        return rows.shared(ContextRows(spans, rows.first_BS, self._ways))
 
     def mtp_rows(self, rows: int, first: int, count: int) -> tuple[int, int]:
         """Of this rank's rows `first .. first + count - 1` of a step: how many run MTP, and how many of those count.
