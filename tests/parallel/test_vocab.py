@@ -8,6 +8,7 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
 from glm5.kernels.cross_entropy import linear_cross_entropy, linear_logprobs
+from glm5.parallel import vocab
 from glm5.parallel.shard import whole
 from glm5.parallel.vocab import Vocabulary, divided_head, split_head
 from glm5.train.losses import language_model_loss
@@ -49,6 +50,7 @@ def _rows(world, cut):
 
 def _one_device(world):
     group = world.group("tp")
+    vocab.CHUNK_ELEMENTS = {"cpu": 64, "cuda": 64}  # several chunks by default, too
     for cut in ("even", "uneven", "with an empty rank"):
         first, last = _rows(world, cut)
         vocabulary = Vocabulary(last - first, group)

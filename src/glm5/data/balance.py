@@ -273,7 +273,7 @@ class _Filling:
             need = size if not members else self.least[i]
             while need < size and self._time([i], need) > limit:
                 need *= 2
-            if at + need <= self.ranks and (not wide or need <= wide[-1]):  # never wider: so groups stay aligned
+            if at + need <= self.ranks:  # needs fall along `left`, so groups begin at multiples of their sizes
                 members.append([i])
                 wide.append(need)
                 at += need
