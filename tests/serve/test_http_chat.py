@@ -523,12 +523,44 @@ def test_answer_goes_on_behind_its_end_if_ends_are_ignored() -> None:
     assert told["choices"][0]["message"]["content"] == "the"
 
 
-def test_unknown_fields_and_nulls_are_ignored() -> None:
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/v1/chat/completions", {"messages": HI}),
+        ("/v1/completions", {"prompt": "hi"}),
+        ("/v1/responses", {"input": "hi"}),
+        ("/v1/messages", {"messages": HI, "max_tokens": 5}),
+        ("/v1/messages/count_tokens", {"messages": HI}),
+    ],
+)
+def test_unknown_fields_are_refused_where_the_interface_does_so(path: str, body: dict[str, Any]) -> None:
+    client, backend = client_of()
+    for name in ("max_token", "odd name", "tools2"):
+        answer = client.post(path, json={**body, name: 5})
+        assert answer.status_code == 400
+        error = answer.json()["error"]
+        assert error["message"].startswith(f"{name}: this interface has no such field")
+        if not path.startswith("/v1/messages"):
+            assert (error["param"], error["code"]) == (name, "unknown_field")
+    assert not backend.seen
+    assert client.post(path, json={**body, "metadata": {"a": "1"}, "service_tier": "auto"}).status_code == 200
+
+
+def test_sampling_params_of_sglang_are_strict_and_its_body_is_not() -> None:
+    client, _ = client_of()
+    body = {"input_ids": [5], "sampling_params": {"max_new_tokens": 2, "spaces_between_special_tokens": False}}
+    assert client.post("/generate", json={**body, "bootstrap_room": 7}).status_code == 200
+    answer = client.post("/generate", json={"input_ids": [5], "sampling_params": {"max_tokens": 2}})
+    assert answer.status_code == 400
+    assert "max_tokens" in answer.json()["error"]["message"]
+
+
+def test_fields_without_effect_and_nulls_are_ignored() -> None:
     client, _ = client_of()
     nulls = dict.fromkeys(
         ["temperature", "top_p", "tools", "tool_choice", "stop", "n", "seed", "response_format", "stream"]
     )
-    ask(client, **nulls, user="u", store=True, metadata={"a": 1}, service_tier="auto", unheard_of=[1])
+    ask(client, **nulls, user="u", store=True, metadata={"a": 1}, service_tier="auto")
 
 
 def test_abort_finishes_the_answer() -> None:

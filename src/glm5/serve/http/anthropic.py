@@ -16,7 +16,7 @@ from fastapi.responses import Response
 from pydantic import Field
 
 from glm5.serve.client import Stream
-from glm5.serve.http.bodies import Body, Name, stops
+from glm5.serve.http.bodies import Body, Name, Strict, stops
 from glm5.serve.http.conversation import Conversation, Reply, Thinking, ToolChoice, follow, prepare, replies_to
 from glm5.serve.http.errors import AnthropicErrorAnswer, ApiError, Json
 from glm5.serve.http.server import STREAMED, Events, EventStream, Server, event, new_id, prepared, unless_gone
@@ -41,8 +41,12 @@ class Choice(Body):
     disable_parallel_tool_use: bool | None = None
 
 
-class CountBody(Body):
+class CountBody(Strict):
     """The body of `/v1/messages/count_tokens`."""
+
+    WITHOUT_EFFECT = frozenset(
+        "metadata service_tier cache_control context_management output_config inference_geo speed container".split()
+    )
 
     model: Name | None = None
     messages: Annotated[list[dict[str, Any]], Field(min_length=1)]

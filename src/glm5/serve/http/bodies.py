@@ -1,16 +1,18 @@
 """What request bodies have in common: strict types, and the fields that say how to sample.
 
-Fields that no engine knows are ignored, as clients send many; a known field of a wrong type or out of its range is
-refused, and so are two fields that contradict each other. null is the same as leaving a field out. Read next: `chat`.
+A known field of a wrong type or out of its range is refused, and so are two fields that contradict each other. null is
+the same as leaving a field out. A name that the interface does not know is treated as that interface does (`Strict`):
+OpenAI's and Anthropic's refuse it, and so do SGLang's `sampling_params`; the rest of `/generate` and of the control
+plane ignore it, since routers add names of their own. Read next: `chat`.
 """
 
 from __future__ import annotations
 
 import json
 import re
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from glm5.serve.http.errors import ApiError
 from glm5.serve.request import Constraint
@@ -25,6 +27,29 @@ class Body(BaseModel):
     """A JSON object whose values have the types they claim: "1" is no number, and 1 is no truth value."""
 
     model_config = ConfigDict(strict=True, extra="ignore", allow_inf_nan=False, populate_by_name=True)
+
+
+class Strict(Body):
+    """The body of an interface that refuses names it does not know.
+
+    `WITHOUT_EFFECT` has those that it knows, or that clients send to every engine, and that ask for nothing here.
+    """
+
+    model_config = ConfigDict(extra="forbid")
+    WITHOUT_EFFECT: ClassVar[frozenset[str]] = frozenset()
+
+    @model_validator(mode="before")
+    @classmethod
+    def _without_those(cls, given: Any) -> Any:
+        return {k: v for k, v in given.items() if k not in cls.WITHOUT_EFFECT} if isinstance(given, dict) else given
+
+
+# OpenAI's fields about accounts, caches and hints, and what other engines' clients add.
+OPENAI_WITHOUT_EFFECT = frozenset(
+    "user store metadata service_tier safety_identifier prompt_cache_key prompt_cache_retention prediction verbosity "
+    "modalities session_id routed_dp_rank separate_reasoning stream_reasoning skip_special_tokens "
+    "spaces_between_special_tokens".split()
+)
 
 
 class StreamOptions(Body):

@@ -15,7 +15,17 @@ from pydantic import Field
 from glm5.serve.client import Stream
 from glm5.serve.http import logprobs
 from glm5.serve.http.answers import finish_fields
-from glm5.serve.http.bodies import Body, Name, ResponseFormat, SamplingFields, StreamOptions, agreed, format_constraint
+from glm5.serve.http.bodies import (
+    OPENAI_WITHOUT_EFFECT,
+    Body,
+    Name,
+    ResponseFormat,
+    SamplingFields,
+    StreamOptions,
+    Strict,
+    agreed,
+    format_constraint,
+)
 from glm5.serve.http.conversation import Conversation, Reply, Thinking, ToolChoice, follow, prepare, replies_to, usage
 from glm5.serve.http.errors import ApiError, Json
 from glm5.serve.http.server import DONE, STREAMED, Events, EventStream, Server, event, new_id, prepared, unless_gone
@@ -53,8 +63,10 @@ class NamedChoice(Body):
     function: NamedFunction
 
 
-class ChatBody(SamplingFields):
+class ChatBody(SamplingFields, Strict):
     """The body of `/v1/chat/completions`."""
+
+    WITHOUT_EFFECT = OPENAI_WITHOUT_EFFECT
 
     model: Name | None = None
     messages: Annotated[list[dict[str, Any]], Field(min_length=1)]

@@ -20,11 +20,13 @@ from glm5.serve.http import logprobs
 from glm5.serve.http.answers import Answer, finish_fields, usage_of
 from glm5.serve.http.bodies import (
     MAX_BATCH,
+    OPENAI_WITHOUT_EFFECT,
     Id,
     Name,
     ResponseFormat,
     SamplingFields,
     StreamOptions,
+    Strict,
     format_constraint,
     only,
 )
@@ -46,8 +48,10 @@ from glm5.serve.request import Request, SamplingParams
 from glm5.text.stream import StreamDecoder
 
 
-class CompletionBody(SamplingFields):
+class CompletionBody(SamplingFields, Strict):
     """The body of `/v1/completions`."""
+
+    WITHOUT_EFFECT = OPENAI_WITHOUT_EFFECT - {"skip_special_tokens"}
 
     model: Name | None = None
     prompt: str | list[str] | list[Id] | list[list[Id]]

@@ -151,6 +151,11 @@ def _of_validation(error: RequestValidationError) -> ApiError:
     reason = first["msg"].removeprefix("Value error, ")
     if first["type"] == "json_invalid":
         return ApiError(400, f"the body is not JSON: {first.get('ctx', {}).get('error', reason)}")
+    if first["type"] == "extra_forbidden":
+        name = ".".join(str(part) for part in first["loc"][1:])[:200]
+        return ApiError(
+            400, f"{name}: this interface has no such field. Leave it out", param=name, code="unknown_field"
+        )
     if not where:
         return ApiError(400, f"the body must be a JSON object, sent as application/json: {reason}")
     return ApiError(400, f"{where}: {reason}", param=where)

@@ -19,7 +19,7 @@ from pydantic import Field
 
 from glm5.serve.client import Stream
 from glm5.serve.http.answers import Answer, logprob
-from glm5.serve.http.bodies import MAX_BATCH, Body, Id, Name, SamplingFields, agreed, only
+from glm5.serve.http.bodies import MAX_BATCH, Body, Id, Name, SamplingFields, Strict, agreed, only
 from glm5.serve.http.errors import ApiError, Json
 from glm5.serve.http.logprobs import token_text
 from glm5.serve.http.server import (
@@ -39,8 +39,10 @@ from glm5.serve.request import Delta, Request, SamplingParams
 from glm5.text.stream import StreamDecoder
 
 
-class NativeSampling(SamplingFields):
+class NativeSampling(SamplingFields, Strict):
     """SGLang's `sampling_params`."""
+
+    WITHOUT_EFFECT = frozenset({"spaces_between_special_tokens", "stream_interval"})
 
     max_new_tokens: int | None = Field(default=None, ge=1, le=2**31 - 1)
     min_new_tokens: int | None = Field(default=None, ge=0, le=2**31 - 1)

@@ -17,7 +17,16 @@ from fastapi.responses import Response
 from pydantic import Field
 
 from glm5.serve.client import Stream
-from glm5.serve.http.bodies import Body, JsonSchemaFormat, Name, ResponseFormat, SamplingFields, format_constraint
+from glm5.serve.http.bodies import (
+    OPENAI_WITHOUT_EFFECT,
+    Body,
+    JsonSchemaFormat,
+    Name,
+    ResponseFormat,
+    SamplingFields,
+    Strict,
+    format_constraint,
+)
 from glm5.serve.http.chat import Effort
 from glm5.serve.http.conversation import Conversation, Reply, Thinking, ToolChoice, follow, prepare, replies_to, usage
 from glm5.serve.http.errors import ApiError, Json, as_api_error, dumps
@@ -63,8 +72,12 @@ class NamedTool(Body):
     name: Name
 
 
-class ResponsesBody(SamplingFields):
+class ResponsesBody(SamplingFields, Strict):
     """The body of `/v1/responses`."""
+
+    WITHOUT_EFFECT = OPENAI_WITHOUT_EFFECT - {"store", "metadata"} | frozenset(
+        "include truncation max_tool_calls stream_options client_metadata".split()
+    )
 
     model: Name | None = None
     input: str | list[dict[str, Any]]
