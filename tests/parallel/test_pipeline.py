@@ -138,7 +138,7 @@ def sharded(world: World) -> list[tuple[str, dict[str, float], int, int]]:
         rows = make_rows(pipeline_config(), 4)
         wanted = one_process(make(terms), rows, terms)[1]
         for name, each in schedules:
-            for every in (0, 2):
+            for every in (0, 2) if name in ("1f1b", "zbv") else (2,):
                 # A stage that is asked to free its parameters after forward keeps them all the same.
                 pipeline = build(
                     make(terms),
@@ -162,7 +162,7 @@ def spread(world: World) -> list[tuple[str, dict[str, float], bool]]:
     terms, out = Terms(), []
     rows = make_rows(pipeline_config(), 4)
     wanted = one_process(make(terms), rows, terms)[1]
-    for name, again in (("zbv", ()), ("zbv", ("feed-forward",)), ("1f1b", ())):
+    for name, again in (("zbv", ()), ("1f1b", ("feed-forward",))):
         pipeline = build(
             make(terms),
             world,
@@ -197,7 +197,7 @@ def test_experts_that_are_spread_defer_their_gradients() -> None:
             assert max(worst.values()) < 3e-5, case
     deferred = [{case: found for case, _, found in rank} for rank in ranks]
     assert [d["zbv ()"] for d in deferred] == [True] * 4
-    assert not any(d["1f1b ()"] for d in deferred)
+    assert not any(d["1f1b ('feed-forward',)"] for d in deferred)
 
 
 def held(pipeline: Pipeline, work: Any, zero2: bool) -> tuple[int, int]:
