@@ -28,6 +28,7 @@ TOLERANCE = 3e-5
 STEPS: dict[str, dict[str, Any]] = {
     "pretrain": dict(),
     "crowded": dict(crowd=50.0, micro_batch=1),
+    "gathered": dict(gather_once=True, micro_batch=1),
     "warmup": dict(stage="warmup", mtp_depths=1),
     "sparse": dict(stage="sparse", mtp_share=0.25, micro_batch=1),
     "sparse-half": dict(stage="sparse", mtp_share=0.5, micro_batch=1),
@@ -36,8 +37,8 @@ STEPS: dict[str, dict[str, Any]] = {
 TIMED, MEASURED = ("tokens_per_second", "memory_mib"), ("indexer_kl", "indexer_recall", "attention_logit_max")
 
 
-def meshes(count: int, seed: int = 1) -> list[str]:
-    """Drawn without repeats from all meshes of 2 to 4 processes; every axis is among the drawn ones."""
+def meshes(count: int, seed: int) -> list[str]:
+    """Drawn without repeats from all meshes of 2 to 4 processes, again until every axis is among them."""
     found: list[Mesh] = []
     for dp, pp, cp, tp, ep, shard in itertools.product((1, 2, 4), (1, 2), (1, 2), (1, 2), (1, 2, 4), (0, 1, 2)):
         try:
@@ -47,9 +48,11 @@ def meshes(count: int, seed: int = 1) -> list[str]:
             continue
         if 1 < mesh.size <= 4:
             found.append(mesh)
-    drawn = random.Random(seed).sample(found, count)  # noqa: S311
-    assert all(any(getattr(m, axis) > 1 for m in drawn) for axis in ("dp", "pp", "cp", "tp", "ep"))
-    return [str(m) for m in drawn]
+    rng = random.Random(seed)  # noqa: S311
+    while True:
+        drawn = rng.sample(found, count)
+        if all(any(getattr(m, axis) > 1 for m in drawn) for axis in ("dp", "pp", "cp", "tp", "ep")):
+            return [str(m) for m in drawn]
 
 
 @pytest.fixture(scope="module")
@@ -95,7 +98,7 @@ def _compare(world: World, directory: str) -> tuple[list[str], set[str]]:
     return wrong, covered
 
 
-@pytest.mark.parametrize("mesh", meshes(7))
+@pytest.mark.parametrize("mesh", meshes(4, seed=0))
 def test_one_step_equals_one_process(mesh: str, expected: Path) -> None:
     covered: set[str] = set()
     for rank, (wrong, own) in enumerate(run_ranks(Mesh.parse(mesh).size, mesh, _compare, str(expected))):

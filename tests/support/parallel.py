@@ -23,10 +23,10 @@ from support.training import SEQ_LEN, tiny
 def make(world: World | None, directory: str | Path, run: str = "run", **changes: Any) -> Trainer:
     """A trainer of `tiny` on the tokens in `directory`, the same in every process.
 
-    `rows`: in a step. `crowd`: added to the router's bias of expert 0, which then gets every token. Other changes are
-    fields of `TrainConfig`, or with `model_` before their name of `ModelConfig`.
+    `rows`: in a step. `crowd`: added to the router's bias of expert 0, which then gets every token. `gather_once`: of
+    the Trainer. Other changes are fields of `TrainConfig`, or with `model_` before their name of `ModelConfig`.
     """
-    rows, crowd = changes.pop("rows", 4), changes.pop("crowd", 0.0)
+    rows, crowd, once = changes.pop("rows", 4), changes.pop("crowd", 0.0), changes.pop("gather_once", False)
     shape = {k.removeprefix("model_"): changes.pop(k) for k in list(changes) if k.startswith("model_")}
     settings: dict[str, Any] = dict(
         steps=6,
@@ -43,7 +43,7 @@ def make(world: World | None, directory: str | Path, run: str = "run", **changes
         if crowd and name.endswith("e_score_correction_bias"):
             bias[0] += crowd
     data = TokenDataset.open(Path(directory) / "tokens", SEQ_LEN, 4)
-    return Trainer(config, model, Loader(data, config.seed), Path(directory) / run, world)
+    return Trainer(config, model, Loader(data, config.seed), Path(directory) / run, world, gather_once=once)
 
 
 def gradients(of: Trainer) -> tuple[dict[str, Tensor], dict[str, Any]]:

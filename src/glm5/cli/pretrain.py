@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import signal
 import sys
 import textwrap
 from collections.abc import Callable, Mapping, Sequence
@@ -22,6 +23,10 @@ DESCRIPTION = """Train a model with dense attention, from text.
 the shape from a config.json. --model.FIELD and --train.FIELD change one field of it."""
 
 
+# Tells a process that `start` has started it.
+STARTED = "GLM5_STARTED_BY"
+
+
 def main(argv: Sequence[str]) -> int:
     """Parse `argv` (without the command's name) and run. Returns 0, or what a process of several returned."""
     speaks = int(os.environ.get("RANK", "0")) == 0  # of several processes the first: what it says is true of all
@@ -31,6 +36,12 @@ def main(argv: Sequence[str]) -> int:
         if speaks:
             raise
         return 2
+    except KeyboardInterrupt:
+        if STARTED not in os.environ:
+            raise
+        if speaks:
+            print("interrupted", file=sys.stderr)
+        return 0  # stopped as asked; another status would have all started again
 
 
 def _main(argv: Sequence[str], say: Callable[[str], None]) -> int:
@@ -63,11 +74,13 @@ def _main(argv: Sequence[str], say: Callable[[str], None]) -> int:
 def start(processes: int, argv: Sequence[str], *, restarts: int, on_gpus: bool) -> int:
     """Run the command in so many processes of this host, by torchrun's own launcher. Returns the worst exit status.
 
-    For several hosts start `torchrun ... --no-python -- glm5 pretrain ...` on each.
+    For several hosts start `torchrun ... --no-python -- glm5 pretrain ...` on each; without the `--` torchrun takes
+    --run for its own.
 
     Raises:
         ConfigError: there are fewer GPUs.
     """
+    from torch.distributed.elastic.multiprocessing.api import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.launcher import LaunchConfig, elastic_launch
 
@@ -87,11 +100,25 @@ def start(processes: int, argv: Sequence[str], *, restarts: int, on_gpus: bool) 
         max_restarts=restarts,
         monitor_interval=1.0,
     )
+    interrupted = False
+
+    def note(*_: object) -> None:
+        nonlocal interrupted
+        interrupted = True
+
+    # A terminal sends Ctrl-C to all processes: those that train finish their step and save, which this one waits for.
+    os.environ.setdefault("TORCHELASTIC_SIGNALS_TO_HANDLE", "SIGTERM,SIGHUP,SIGQUIT")
+    os.environ[STARTED] = str(os.getpid())
+    before = signal.signal(signal.SIGINT, note)
     try:
         elastic_launch(launch, sys.executable)("-m", "glm5.cli.main", "pretrain", *argv)
     except ChildFailedError as e:
         return max((f.exitcode if f.exitcode > 0 else 1) for f in e.failures.values())
-    return 0
+    except SignalException as e:
+        return 128 + int(e.sigval)
+    finally:
+        signal.signal(signal.SIGINT, before)
+    return 130 if interrupted else 0
 
 
 def choose(preset: str | None, shape: str | None, argv: Sequence[str]) -> PretrainConfig:

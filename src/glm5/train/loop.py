@@ -55,7 +55,7 @@ class Trainer:
         directory: of the run: checkpoints, metrics, configuration.
         world: the ranks that train together, each with the same arguments; None is one process. The model comes whole
             to every rank, and is placed as the world's mesh says.
-        pipeline: how its stages run, where the mesh has several.
+        pipeline: how its stages run, where the mesh has several. gather_once: see `Ranks`.
 
     A checkpoint that the directory already holds is resumed from, unless its configuration differs (an error).
 
@@ -71,9 +71,10 @@ class Trainer:
         directory: str | Path,
         world: World | None = None,
         pipeline: PipelineOptions | None = None,
+        gather_once: bool = False,
     ) -> None:
         check_stage(config, model.config, loader.dataset)
-        self.ranks = Ranks(world)
+        self.ranks = Ranks(world, gather_once=gather_once)
         self.ranks.check_batch(config)
         self.config, self.model, self.loader, self.directory = config, model, loader, Path(directory)
         self.parameters = count_parameters(model)
@@ -178,6 +179,7 @@ class Trainer:
         totals = Totals(len(self.routers), self.model.config.num_hidden_layers)
         bad: tuple[float, Rows] | None = None
         for i, micro in enumerate(rows):
+            self.ranks.before(i, len(rows), self.model)
             loss = self._losses(micro, i * self.config.micro_batch, counts, totals)
             if not math.isfinite(float(loss.detach())):
                 bad = float(loss.detach()), micro

@@ -39,7 +39,17 @@ from glm5.utils.errors import ConfigError
 from glm5.utils.files import exclusive, require_writable, write_json
 
 # What a resumed run may change, beside its stage's `loop.MAY_DIFFER`: where things lie, and how much is measured.
-ALSO_MAY_DIFFER = {"run", "corpus", "tokenizer", "held_out_rows", "dry_run", "mesh", "restarts", "hang_seconds"}
+ALSO_MAY_DIFFER = {
+    "run",
+    "corpus",
+    "tokenizer",
+    "held_out_rows",
+    "dry_run",
+    "mesh",
+    "gather_once",
+    "restarts",
+    "hang_seconds",
+}
 ALSO_MAY_DIFFER |= {"schedule", "layout", "stages_per_rank", "reduce_every", "offload", "recompute"}
 
 
@@ -60,6 +70,9 @@ class PretrainConfig(TextConfig):
     mesh: str = ""
     """How processes that torchrun started divide the work, like dp=2,ep=2,tp=2 (axes: dp, pp, cp, tp; ep and shard fold
     on dp x cp); by default all of them divide the rows."""
+    gather_once: bool = False
+    """On several processes: hold all parameters from a step's first micro-batch to its last, and reduce gradients after
+    the last; faster, for the memory of whole parameters and fp32 gradients."""
     pipeline: PipelineOptions = field(default_factory=PipelineOptions)
     """How the stages run, where the mesh has pp."""
     restarts: int = 0
@@ -235,7 +248,7 @@ def train(config: PretrainConfig, data: Prepared, run: Path, world: World | None
     """The training itself, in `run`."""
     model = GLM5(config.model, seed=config.init_seed).to(config.device if world is None else world.device)
     loader = Loader(data.training, config.train.seed)
-    trainer = Trainer(config.train, model, loader, run, world, config.pipeline)
+    trainer = Trainer(config.train, model, loader, run, world, config.pipeline, config.gather_once)
     trainer.run(resolved=replace(config, dry_run=False), may_differ=ALSO_MAY_DIFFER, title="pretrain")
     return trainer
 
