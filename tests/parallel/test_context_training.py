@@ -70,7 +70,7 @@ def _compare(world: World, directory: str) -> list[str]:
     return wrong
 
 
-@pytest.mark.parametrize("mesh", ["cp=2", "dp=2,cp=2", "cp=2,tp=2", "cp=4,ep=2"])
+@pytest.mark.parametrize("mesh", ["dp=2,cp=2", "cp=2,tp=2", "cp=4,ep=2"])
 def test_one_step_equals_one_process(mesh: str, expected: Path) -> None:
     for rank, wrong in enumerate(run_ranks(Mesh.parse(mesh).size, mesh, _compare, str(expected))):
         assert not wrong, f"rank {rank}: {wrong[:8]}"
