@@ -8,12 +8,14 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import numpy as np
 import pytest
 import torch
 from safetensors.torch import save
 
 from glm5.model.generate import generate
 from glm5.model.glm5 import GLM5
+from glm5.model.trace import Trace
 from glm5.model.weights import disk_tensors, save_model
 from glm5.serve.client import Unavailable, WeightUpdate
 from glm5.serve.config import EngineConfig
@@ -75,7 +77,7 @@ def drain(engine: Engine, requests: list[Request]) -> list[Answer]:
     while engine.has_work:
         for delta in engine.step() if not engine.overlap else engine.advance(lambda: None):
             if delta.rid in answers and delta.index == 0:
-                answers[delta.rid].take(delta)
+                answers[delta.rid].add(delta)
         engine.scheduler.check()
     return [answers[request.rid] for request in requests]
 
@@ -146,7 +148,7 @@ def preempted(engine: Engine, prompts: list[list[int]]) -> list[Answer]:
     answers = {request.rid: Answer() for request in requests}
     for _ in range(4):
         for delta in engine.step():
-            answers[delta.rid].take(delta)
+            answers[delta.rid].add(delta)
     for i in range(5):
         engine.add(Request([10 + i] * 240, replace(GREEDY, max_new_tokens=3), priority=1))
     rest = drain(engine, requests)
@@ -167,7 +169,7 @@ def retracted(engine: Engine, prompts: list[list[int]]) -> list[Answer]:
             engine.pause("retract")
             engine.resume()
         for delta in engine.step():
-            answers[delta.rid].take(delta)
+            answers[delta.rid].add(delta)
     for request, more in zip(requests, drain(engine, requests), strict=True):
         first = answers[request.rid]
         first.ids, first.info, first.finish = first.ids + more.ids, first.info + more.info, more.finish or first.finish
@@ -220,7 +222,7 @@ def test_several_answers_share_a_prompt(model: GLM5, prompts: list[list[int]]) -
         answers = [Answer() for _ in range(4)]
         while engine.has_work:
             for delta in engine.step():
-                answers[delta.index].take(delta)
+                answers[delta.index].add(delta)
             engine.scheduler.check()
         texts = [tuple(a.ids) for a in answers]
         assert len(set(texts)) == 4
@@ -329,7 +331,7 @@ def test_memory_is_released_and_taken_again(
     engine.add(waiting)
     first = Answer()
     for delta in engine.step():
-        first.take(delta)
+        first.add(delta)
     with pytest.raises(UserError, match="retract"):
         engine.release_memory(("kv_cache",))
     engine.pause("retract")
@@ -380,6 +382,57 @@ def test_prompt_logprobs(model: GLM5, prompts: list[list[int]]) -> None:
             rows = model(torch.tensor([ids])).logits[0, :-1].log_softmax(-1)
         found = torch.tensor([info.logprob for info in answer.prompt_info[1:] if info is not None])
         torch.testing.assert_close(found, rows.gather(-1, torch.tensor(ids[1:])[:, None])[:, 0], rtol=0, atol=TOLERANCE)
+
+
+@pytest.mark.parametrize(("drafts", "way"), [(0, "plain"), (3, "plain"), (0, "preempted"), (3, "preempted")])
+def test_routed_experts(drafts: int, way: str, model: GLM5, prompts: list[list[int]], expected: list[Expected]) -> None:
+    """Of every token but the last, in every layer, those that one pass over the text chooses; also of cached prompts,
+    of several answers to one, and when pages were lost in the middle."""
+    params = replace(GREEDY, routed_experts=True)
+    engine = Engine(model, replace(SMALL, drafts=drafts, chunk=30, pages=40 if way == "plain" else 24))
+    if way == "plain":
+        run(engine, prompts)  # so that prefixes are known
+        answers = run(engine, prompts, params)
+        several = Request(prompts[-2], replace(params, temperature=0.9, n=2, seed=4))
+        engine.add(several)
+        two = [Answer(), Answer()]
+        while engine.has_work:
+            for delta in engine.step():
+                two[delta.index].add(delta)
+        texts = [prompts[-2], prompts[-2]]
+    else:
+        requests = [Request(ids, params) for ids in prompts]
+        by_rid = {request.rid: Answer() for request in requests}
+        for request in requests:
+            engine.add(request)
+        for step in range(400):
+            if step == 5:
+                for i in range(5):
+                    engine.add(Request([10 + i] * 240, replace(GREEDY, max_new_tokens=3), priority=1))
+            for delta in engine.step():
+                if delta.rid in by_rid:
+                    by_rid[delta.rid].add(delta)
+        assert engine.scheduler.preemptions > 3
+        answers, two, texts = [by_rid[request.rid] for request in requests], [], []
+    same(answers, expected)
+    for ids, answer in zip([*prompts, *texts], [*answers, *two], strict=True):
+        whole = [*ids, *answer.ids]
+        trace = Trace()
+        with torch.no_grad():
+            model(torch.tensor([whole[:-1]]), trace=trace)
+        told = np.frombuffer(answer.routed, np.int32).reshape(len(whole) - 1, model.config.num_hidden_layers, -1)
+        chosen = [experts.numpy() for _, _, experts in trace.router]
+        dense = model.config.num_hidden_layers - len(chosen)
+        assert dense == 1
+        assert not told[:, :dense].any()
+        for layer, experts in enumerate(chosen, dense):
+            np.testing.assert_array_equal(np.sort(told[:, layer]), np.sort(experts.reshape(len(told), -1)))
+
+
+def test_routed_experts_are_refused_where_there_are_none() -> None:
+    dense = tiny_model(0, first_k_dense_replace=3, num_hidden_layers=3)
+    with pytest.raises(UserError, match="routed_experts"):
+        Engine(dense, SMALL).add(Request([5], replace(GREEDY, routed_experts=True)))
 
 
 def test_a_poisoned_request_fails_alone(prompts: list[list[int]], expected: list[Expected]) -> None:
@@ -434,7 +487,7 @@ def test_what_happens_while_a_step_runs(drafts: int, prompts: list[list[int]], e
 
     def take(deltas: list[Delta]) -> None:
         for delta in deltas:
-            answers[delta.rid].take(delta)
+            answers[delta.rid].add(delta)
 
     engine.add(first)
     engine.add(gone)

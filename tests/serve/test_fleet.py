@@ -125,7 +125,7 @@ class Cluster:
     async def answer(self, request: Request) -> list[Answer]:
         answers = [Answer() for _ in range(request.params.n)]
         async for delta in await self.fleet.generate(request):
-            answers[delta.index].take(delta)
+            answers[delta.index].add(delta)
         return answers
 
     async def all(self, requests: list[Request]) -> list[Answer]:
@@ -204,7 +204,7 @@ def test_disaggregated_gives_the_same(
             alone.add(request)
             while alone.has_work:
                 for delta in alone.step():
-                    answer.take(delta)
+                    answer.add(delta)
             out.append(answer)
         return out
 
@@ -613,7 +613,7 @@ def test_random_faults_leak_nothing(model: GLM5, tmp_path: Path, caplog: pytest.
                 with suppress(Unavailable):
                     stream = await c.fleet.generate(request)
                     async for delta in stream:
-                        answer.take(delta)
+                        answer.add(delta)
                         if left < 0.1 and answer.ids:
                             await stream.aclose()
                             ended.append("left")

@@ -45,7 +45,7 @@ def _answers(model: GLM5, config: EngineConfig, params: SamplingParams) -> tuple
     answers = {request.rid: Answer() for request in requests}
     while engine.has_work:
         for delta in engine.step():
-            answers[delta.rid].take(delta)
+            answers[delta.rid].add(delta)
     assert engine.info()["pages"] == config.pages, "the spare page is not given out"
     return [answers[request.rid] for request in requests], engine.info()["recorded_steps"]
 

@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import httpx
+import numpy as np
 import openai
 import pytest
 import torch
@@ -62,6 +63,20 @@ def test_ids_are_those_of_the_model_alone_and_beside_others(model: GLM5, running
         assert told["output_ids"] == list(generate(model, ids, max_new_tokens=10, stop_ids=()))
         assert [entry[1] for entry in told["meta_info"]["output_token_logprobs"]] == told["output_ids"]
         assert told["meta_info"]["spec_verify_ct"] > 0
+
+
+def test_routed_experts_come_as_slime_reads_them(model: GLM5, running: tuple[str, Engine]) -> None:
+    body = {"input_ids": list(range(250, 320)), "sampling_params": {**GREEDY, "max_new_tokens": 5}}
+    with httpx.Client(base_url=running[0], timeout=60) as client:
+        told = client.post("/generate", json={**body, "return_routed_experts": True}).json()
+        streamed = events(client.post("/generate", json={**body, "return_routed_experts": True, "stream": True}).text)
+    packed = told["meta_info"]["routed_experts"]
+    config = model.config
+    shape = (70 + 5 - 1, config.num_hidden_layers, config.num_experts_per_tok)
+    experts = np.frombuffer(base64.b64decode(packed), dtype=np.int32).reshape(shape)
+    assert 0 <= experts.min() < experts.max() < config.n_routed_experts
+    assert len(set(experts[5, -1].tolist())) == config.num_experts_per_tok
+    assert streamed[-1]["meta_info"]["routed_experts"] == packed
 
 
 def test_chat_streams_what_it_answers(running: tuple[str, Engine]) -> None:

@@ -157,7 +157,6 @@ def test_batches_and_several_answers() -> None:
         {"input_ids": [50], "sampling_params": {"max_new_tokens": 5000}},
         {"input_ids": [50], "sampling_params": {"seed": 1, "sampling_seed": 2}},
         {"input_ids": [50], "sampling_params": [{}, {}]},
-        {"input_ids": [50], "return_routed_experts": True},
         {"input_ids": [50], "return_hidden_states": True},
         {"input_ids": [50], "image_data": ["x"]},
         {"input_ids": [[50], [51]], "rid": ["a"]},

@@ -41,7 +41,7 @@ def answers(engine: Engine, requests: list[Request], rng: random.Random) -> dict
         while todo and (rng.random() < 0.5 or not engine.has_work):
             engine.add(todo.pop())
         for delta in engine.step():
-            out[delta.rid].take(delta)
+            out[delta.rid].add(delta)
     return out
 
 
@@ -110,7 +110,7 @@ def test_the_ordinary_mode_does_depend_on_the_batch() -> None:
     found = {request.rid: Answer() for request in requests}
     while engine.has_work:
         for delta in engine.step():
-            found[delta.rid].take(delta)
+            found[delta.rid].add(delta)
     assert [found[request.rid].logprobs for request in requests] != alone
 
 

@@ -28,6 +28,7 @@ from torch import Tensor
 from glm5.model.glm5 import GLM5
 from glm5.model.paged import PagedBatch, PagedCache, Run
 from glm5.model.speculate import SpeculationStats
+from glm5.model.trace import Trace
 from glm5.model.weights import disk_tensors
 from glm5.serve import invariant
 from glm5.serve.client import PauseMode, Stats, Unavailable, WeightGroup, WeightUpdate
@@ -35,7 +36,7 @@ from glm5.serve.config import EngineConfig
 from glm5.serve.graphs import Graphs, recorder_for
 from glm5.serve.pages import PAGE_SIZE, PagePool
 from glm5.serve.prefix import PrefixTree, page_keys
-from glm5.serve.request import Delta, PageSource, Request, TokenInfo, check
+from glm5.serve.request import Delta, PageSource, Request, SamplingParams, TokenInfo, check
 from glm5.serve.sampler import ROWS_AT_ONCE, Chosen, Sampler, SamplerState
 from glm5.serve.scheduler import Item, Outcome, Plan, Scheduler, Sequence
 from glm5.serve.sequence import Lease
@@ -54,6 +55,7 @@ class _Landed:
     chosen: Chosen
     drafted: int
     prompt_info: tuple[TokenInfo | None, ...]
+    routed: bytes
 
 
 @dataclass(frozen=True)
@@ -68,10 +70,24 @@ class _Flight:
 
 @dataclass
 class _Answer:
-    """What the engine keeps of a sequence: what the sampler knows, and figures of the prompt until they are told."""
+    """What the engine keeps of a sequence: what the sampler knows, and what is still to be told: figures of the prompt,
+    and the experts of the tokens from `told` on, int32 [., layers, experts of a token]."""
 
     state: SamplerState
     prompt_info: list[TokenInfo | None] = field(default_factory=list)
+    told: int = 0
+    routed: list[Tensor] = field(default_factory=list)
+
+    def route(self, start: int, routed_TLM: Tensor) -> None:
+        """Tokens from `start` on were read, maybe not for the first time."""
+        known = self.told + sum(map(len, self.routed))
+        if start + len(routed_TLM) > known:
+            self.routed.append(routed_TLM[known - start :])
+
+    def take_routed(self) -> tuple[int, list[Tensor]]:
+        """Where the experts that are still to be told begin, and what they are."""
+        rows, self.routed = self.routed, []
+        return self.told, rows
 
 
 class Engine:
@@ -185,6 +201,7 @@ class Engine:
         if self.resting is not None:
             raise Unavailable(self.resting)
         check(request, vocab_size=self.vocab_size, context=self.context)
+        self._check_routed(request.params)
         self._sampler.check(request.params)
         for sequence in self.scheduler.add(request):
             state = self._sampler.state(request, sequence.index, sequence.limit - sequence.prompt_tokens)
@@ -200,9 +217,17 @@ class Engine:
         if self.resting is not None:
             raise Unavailable(self.resting)
         check(request, vocab_size=self.vocab_size, context=self.context)
+        self._check_routed(request.params)
         self._sampler.check(request.params)
         keys = page_keys(request.input_ids[:-1], PAGE_SIZE)
         return len(self.tree.match(keys)) * PAGE_SIZE
+
+    def _check_routed(self, params: SamplingParams) -> None:
+        config = self.model.config
+        if params.routed_experts and not any(map(config.is_moe, range(config.num_hidden_layers))):
+            raise UserError("routed_experts: this model has none", "Leave it out")
+        if params.routed_experts and self.config.invariant:
+            raise UserError("routed_experts: not offered in the invariant mode", "Leave one of them out")
 
     def abort(self, rid: str) -> None:
         """End a request without a word. An unknown one is no error."""
@@ -290,7 +315,8 @@ class Engine:
         runs = [Run(item.pages, item.start, item.slots) for item in items]
         ids = [i.sequence.ids[i.start : i.start + i.count] + d for i, d in zip(items, drafts, strict=True)]
         recorded = None
-        if self._graphs is not None and all(item.count == len(item.answers) == 1 for item in items):
+        trace = Trace() if any(item.sequence.request.params.routed_experts for item in items) else None
+        if self._graphs is not None and trace is None and all(item.count == len(item.answers) == 1 for item in items):
             recorded = self._graphs(runs, ids)
         if self.config.invariant:
             hidden = invariant.hidden(self.model, self.cache, runs, ids)
@@ -298,11 +324,25 @@ class Engine:
             hidden = list(recorded[0].split(items[0].slots))
         else:
             batch = PagedBatch(self.cache, runs)
-            flat = self.model.hidden(batch.flat(ids), cache=batch)[0]
+            flat = self.model.hidden(batch.flat(ids), cache=batch, trace=trace)[0]
+            if trace is not None:
+                routed_NLM = self._routed(trace)
+                for at, item in zip(batch.offsets, items, strict=True):
+                    if item.sequence.request.params.routed_experts:
+                        answers[item.sequence].route(item.start, routed_NLM[at : at + item.slots])
             hidden = [flat[at : at + item.slots] for at, item in zip(batch.offsets, items, strict=True)]
         if self._drafter is not None:
             self._drafter.follow(items, hidden)
         return drafts, hidden, None if recorded is None else recorded[1]
+
+    def _routed(self, trace: Trace) -> Tensor:
+        """The experts of a call's rows, int32 [N, layers, experts of a token], zeros in layers without; on the CPU."""
+        config, found = self.model.config, iter(trace.router)
+        layers = [next(found)[2] if config.is_moe(i) else None for i in range(config.num_hidden_layers)]
+        blank = next((torch.zeros_like(layer) for layer in layers if layer is not None), None)
+        if blank is None:
+            raise AssertionError("no layer has experts")  # `add` has refused the request
+        return torch.stack([blank if layer is None else layer for layer in layers], 1).to("cpu", torch.int32)
 
     def _choose(
         self,
@@ -354,6 +394,9 @@ class Engine:
         took = self.scheduler.commit(flight.plan, {a: Outcome(c.ids, c.finish) for a, c in chosen.items()})
         each = zip(flight.plan.items, drafts, strict=True)
         of = {answer: (item.sequence, len(tried)) for item, tried in each for answer in item.answers}
+        read = {
+            item.sequence: flight.answers[item.sequence].take_routed() for item in flight.plan.items if item.answers
+        }
         landed = []
         for answer in took:
             got, (reader, drafted) = chosen[answer], of[answer]
@@ -361,7 +404,8 @@ class Engine:
                 self.speculation.record(drafted, got.accepted)
             first = answer.generated == len(got.ids)
             prompt_info = tuple(flight.answers[reader].prompt_info) if first else ()
-            landed.append(_Landed(answer, got, drafted, prompt_info))
+            routed = _routed_of(answer, flight.answers[answer], *read[reader])
+            landed.append(_Landed(answer, got, drafted, prompt_info, routed))
             if got.finish is not None:
                 if answer.request.rid in self.scheduler.leases and self._drafter is not None:
                     self._lease_ends[answer.request.rid] = self._drafter.state_at_end(answer)
@@ -385,6 +429,7 @@ class Engine:
             drafted=landed.drafted,
             accepted=got.accepted,
             weight_version=answer.oldest_version or self.weight_version,
+            routed=landed.routed,
         )
 
     def _close(self, sequence: Sequence) -> None:
@@ -560,3 +605,12 @@ class Engine:
             "acceptance": self.speculation.acceptance,
             "recorded_steps": self._graphs.replayed if self._graphs is not None else 0,
         }
+
+
+def _routed_of(answer: Sequence, known: _Answer, begin: int, rows: list[Tensor]) -> bytes:
+    """The experts of the tokens of an answer from `begin` on, but of the last, which has not been read."""
+    end = len(answer.ids) - 1
+    if not rows or end <= begin:
+        return b""
+    known.told = end
+    return torch.cat(rows)[: end - begin].numpy().tobytes()

@@ -33,7 +33,7 @@ from glm5.serve.client import PauseMode, Stats, Unavailable, WeightGroup, Weight
 from glm5.serve.pages import PAGE_SIZE
 from glm5.serve.remote import Remote
 from glm5.serve.request import Delta, Finish, PageSource, Request, SamplingParams
-from glm5.serve.runner import Answers
+from glm5.serve.runner import Answers, nothing_more
 from glm5.text.tokenizer import Tokenizer
 from glm5.utils.errors import UserError
 
@@ -193,7 +193,7 @@ class Fleet:
         lease: tuple[Remote, PageSource] | None = None
         try:
             known = await decoder.call("check", request)
-            if tokens - 1 - known > self._direct and request.params.prompt_logprobs is None:
+            if tokens - 1 - known > self._direct and not request.params.reads_all:
                 lease = await self._prefill(one)
             stream = await decoder.generate(replace(request, source=lease[1] if lease else None))
             one.begun = True
@@ -336,7 +336,7 @@ class _Open:
     def end(self, finish: Finish) -> None:
         """Finish all answers that have not ended."""
         for last in list(self._last.values()):
-            self.tell(replace(last, ids=(), info=(), prompt_info=(), finish=finish, drafted=0, accepted=0))
+            self.tell(nothing_more(last, finish))
 
 
 def _results(results: Iterable[Any]) -> list[Any]:

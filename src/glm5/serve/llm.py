@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -12,7 +12,8 @@ import torch
 from glm5.model.weights import load_model
 from glm5.serve.config import EngineConfig
 from glm5.serve.engine import Engine
-from glm5.serve.request import Delta, Finish, Request, SamplingParams, TokenInfo
+from glm5.serve.fold import Folded
+from glm5.serve.request import Delta, Request, SamplingParams
 from glm5.text.tokenizer import Tokenizer, load_tokenizer
 from glm5.utils.devices import resolve_device
 from glm5.utils.errors import UserError
@@ -20,41 +21,14 @@ from glm5.utils.progress import Progress
 
 
 @dataclass
-class Answer:
+class Answer(Folded):
     """One answer to one prompt.
 
     Args:
-        ids: of the answer, a stop id included. text: of those ids, without control tokens and cut at a stop string.
-        info: one entry an id where log-probabilities were asked for. finish: why it ended.
-        prompt_tokens, cached_tokens: of the prompt. drafted, accepted: drafts tried and right.
+        text: of the ids, without control tokens and cut at a stop string.
     """
 
-    ids: list[int] = field(default_factory=list)
     text: str = ""
-    info: list[TokenInfo] = field(default_factory=list)
-    prompt_info: list[TokenInfo | None] = field(default_factory=list)
-    finish: Finish | None = None
-    prompt_tokens: int = 0
-    cached_tokens: int = 0
-    drafted: int = 0
-    accepted: int = 0
-    trim: int = field(default=0, repr=False)
-
-    @property
-    def logprobs(self) -> list[float]:
-        """Of every id."""
-        return [info.logprob for info in self.info]
-
-    def take(self, delta: Delta) -> None:
-        """Add what one step gave."""
-        self.ids += delta.ids
-        self.info += delta.info
-        self.prompt_info += delta.prompt_info
-        self.finish = delta.finish
-        self.prompt_tokens, self.cached_tokens = delta.prompt_tokens, delta.cached_tokens
-        self.drafted += delta.drafted
-        self.accepted += delta.accepted
-        self.trim = delta.trim
 
 
 class LLM:
@@ -120,7 +94,7 @@ class LLM:
             ended, total = 0, sum(p.n for p in each)
             with Progress("generate", total) if progress else nullcontext() as bar:
                 for delta in self._deltas(set(answers)):
-                    answers[delta.rid][delta.index].take(delta)
+                    answers[delta.rid][delta.index].add(delta)
                     ended += delta.finish is not None
                     if bar is not None:
                         bar.update(ended)

@@ -55,6 +55,7 @@ class SamplingParams:
         prompt_logprobs: the same for the prompt's ids, of the model's own distribution.
         kept_set: give with each id those that truncation left to draw from, as reinforcement learning wants.
         thinking_budget: close a thinking block after so many tokens of it.
+        routed_experts: tell which experts each token went to. The prompt is then read whole, cached or not.
     """
 
     max_new_tokens: int | None = None
@@ -78,6 +79,12 @@ class SamplingParams:
     kept_set: bool = False
     constraint: Constraint | None = None
     thinking_budget: int | None = None
+    routed_experts: bool = False
+
+    @property
+    def reads_all(self) -> bool:
+        """Whether something is wanted of every token of the prompt, so that none may come from a cache."""
+        return self.prompt_logprobs is not None or self.routed_experts
 
 
 @dataclass(frozen=True)
@@ -145,6 +152,8 @@ class Delta:
         trim: how many characters of a matched stop string, and all that follows it, to cut from the text's end.
         prompt_tokens, cached_tokens: of the request; cached ones were read from earlier requests' pages.
         drafted, accepted: drafts of this step. weight_version: the oldest that an id of this answer came from.
+        routed: where asked for, int32 [tokens, layers, experts of a token] as bytes: of the prompt with the first
+            delta, then of each token but the last; zeros in layers without experts.
     """
 
     rid: str
@@ -159,6 +168,7 @@ class Delta:
     drafted: int = 0
     accepted: int = 0
     weight_version: str = "0"
+    routed: bytes = b""
 
 
 def check(request: Request, *, vocab_size: int, context: int) -> None:

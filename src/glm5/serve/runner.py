@@ -74,6 +74,11 @@ class Engine(Protocol):
     def info(self) -> dict[str, Any]: ...
 
 
+def nothing_more(last: Delta, finish: Finish) -> Delta:
+    """The end of an answer whose last delta is known, and which gets no ids any more."""
+    return replace(last, ids=(), info=(), prompt_info=(), finish=finish, drafted=0, accepted=0, routed=b"")
+
+
 class Answers:
     """The deltas of one request as they come: the `Stream` of a `Runner`."""
 
@@ -385,7 +390,7 @@ class Runner:
     def _end(self, rids: list[str], finish: Finish) -> None:
         """Finish the open answers of these requests."""
         ended = [
-            (one.inbox, replace(last, ids=(), info=(), prompt_info=(), finish=finish, drafted=0, accepted=0))
+            (one.inbox, nothing_more(last, finish))
             for one in [self._open.pop(rid) for rid in rids if rid in self._open]
             for last in one.last.values()
         ]

@@ -379,8 +379,8 @@ class Scheduler:
 
     def _matchable(self, sequence: Sequence) -> int:
         """How many pages may come from others: the last id must run, and all where its prompt is to be scored."""
-        scored = sequence.request.params.prompt_logprobs is not None and not sequence.generated
-        return 0 if scored else (len(sequence.ids) - 1) // self.pool.page_size
+        all_wanted = sequence.request.params.reads_all and not sequence.generated
+        return 0 if all_wanted else (len(sequence.ids) - 1) // self.pool.page_size
 
     def _adopt(self, sequence: Sequence) -> None:
         """Take over pages that others have read since this one entered, in place of its own that are still empty."""

@@ -23,8 +23,8 @@ class Sequence:
     Attributes:
         limit: ids that prompt and answer may hold together.
         ids: of prompt and answer so far. The last one of an answer has no cache entry yet.
-        computed: how many of `ids`, from the first, have entries in the cache. settled: how many of those are final: the MTP
-            block's entries of drafts that counted are made again in the next step.
+        computed: how many of `ids`, from the first, have entries in the cache. settled: how many of those are final:
+            the MTP block's entries of drafts that counted are made again in the next step.
         pages: the page table.
         state: "waiting" never ran; "preempted" ran, or was forked, and has no pages now.
         decoding: its last id is all that is left to run, and the hidden state before it is at hand, so drafts can be

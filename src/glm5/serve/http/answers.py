@@ -10,11 +10,11 @@ from __future__ import annotations
 import codecs
 import time
 from collections.abc import Iterable
-from dataclasses import dataclass, field
 from typing import Any
 
+from glm5.serve.fold import Folded
 from glm5.serve.http.errors import ApiError
-from glm5.serve.request import Delta, Finish, Request, TokenInfo
+from glm5.serve.request import Delta, Request
 from glm5.text.tokenizer import Tokenizer
 
 LEAST_LOGPROB = -9999.0  # for what JSON cannot hold: the logarithm of zero
@@ -83,34 +83,16 @@ def _prefix_bytes(data: bytes, characters: int) -> int:
     return len(data)
 
 
-@dataclass
-class Answer:
-    """What is known of one answer so far.
+class Answer(Folded):
+    """One answer as it comes, with the ids whose text can be shown."""
 
-    Attributes:
-        ids, infos: of every id that was generated, a stop included. verifications: steps that had drafts.
-        steps: of the engine that gave ids. finish: why it ended.
-    """
-
-    request: Request
-    index: int
-    tokenizer: Tokenizer
-    ids: list[int] = field(default_factory=list)
-    infos: list[TokenInfo] = field(default_factory=list)
-    prompt_info: tuple[TokenInfo | None, ...] = ()
-    finish: Finish | None = None
-    cached_tokens: int = 0
-    steps: int = 0
-    drafted: int = 0
-    accepted: int = 0
-    verifications: int = 0
-    weight_version: str = ""
-    first_at: float | None = None
-    last_at: float | None = None
-
-    def __post_init__(self) -> None:
-        trimmed = not self.request.params.no_stop_trim
-        self._held = Held(self.tokenizer, self.request.params.stop if trimmed else ())
+    def __init__(self, request: Request, index: int, tokenizer: Tokenizer) -> None:
+        super().__init__()
+        self.request, self.index, self.tokenizer = request, index, tokenizer
+        self.first_at: float | None = None
+        self.last_at: float | None = None
+        trimmed = not request.params.no_stop_trim
+        self._held = Held(tokenizer, request.params.stop if trimmed else ())
 
     def take(self, delta: Delta) -> list[int]:
         """Count a delta; the ids whose text can be shown now. A stop id is not among them, unless asked for.
@@ -118,19 +100,11 @@ class Answer:
         Raises:
             ApiError: 400 or 500, the engine could not go on with this answer.
         """
-        self.ids += delta.ids
-        self.infos += delta.info
-        self.prompt_info = self.prompt_info or delta.prompt_info
-        self.cached_tokens = max(self.cached_tokens, delta.cached_tokens)
-        self.drafted += delta.drafted
-        self.accepted += delta.accepted
-        self.verifications += delta.drafted > 0
-        self.weight_version = delta.weight_version
+        self.add(delta)
         if delta.ids:
-            self.steps += 1
             self.last_at = time.monotonic()
             self.first_at = self.first_at or self.last_at
-        finish = self.finish = delta.finish
+        finish = delta.finish
         if finish is None:
             return self._held.push(delta.ids)
         if finish.type == "error":

@@ -193,7 +193,7 @@ def _about(body: ChatBody, reply: Reply, sent: int) -> dict[str, Any]:
     out: dict[str, Any] = {"logprobs": None, **finish_fields(answer), "finish_reason": reply.finish_reason}
     if body.logprobs:
         content = logprobs.of_chat(
-            answer.tokenizer, answer.ids[sent:], answer.infos[sent:], bool(body.return_tokens_as_token_ids)
+            answer.tokenizer, answer.ids[sent:], answer.info[sent:], bool(body.return_tokens_as_token_ids)
         )
         out["logprobs"] = {"content": content, "refusal": None}
     if body.return_token_ids:

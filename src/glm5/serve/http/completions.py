@@ -97,7 +97,7 @@ class _Choice:
         out: dict[str, Any] = {"index": self.place, "text": text, "logprobs": None, **finish_fields(answer)}
         if body.logprobs is not None:
             out["logprobs"] = logprobs.of_completion(
-                self._tokenizer, answer.ids[new], answer.infos[new], self._offset, bool(body.return_tokens_as_token_ids)
+                self._tokenizer, answer.ids[new], answer.info[new], self._offset, bool(body.return_tokens_as_token_ids)
             )
         if body.prompt_logprobs is not None and self._first:
             out["prompt_logprobs"] = logprobs.of_prompt(self._tokenizer, answer)

@@ -7,6 +7,7 @@ whole text and all log-probabilities so far in each event. Read next: `control`.
 
 from __future__ import annotations
 
+import base64
 import time
 from contextlib import aclosing
 from itertools import accumulate
@@ -93,6 +94,7 @@ class _Item:
         self.with_prompt_ids = bool(body.return_prompt_token_ids)
         self.skip_control = sampling.skip_special_tokens is not False
         self.top = mine("top_logprobs_num") or 0
+        self.with_routed = bool(body.return_routed_experts)
         self.kept = bool((sampling.custom_params or {}).get("return_top_p_token_ids"))
         rid = mine("rid")
         if isinstance(body.rid, str) and count > 1:
@@ -125,6 +127,7 @@ class _Item:
             logprobs=self.top if self.with_logprob or self.kept else None,
             prompt_logprobs=self.top if wants_prompt else None,
             kept_set=self.kept,
+            routed_experts=self.with_routed,
             thinking_budget=sampling.thinking_budget,
             constraint=only(sampling.constraints()),
         )
@@ -153,16 +156,18 @@ class _Item:
         }
         if self.with_logprob:
             meta["output_token_logprobs"] = [
-                [logprob(info.logprob), id, self._text(id)] for id, info in zip(a.ids, a.infos, strict=True)
+                [logprob(info.logprob), id, self._text(id)] for id, info in zip(a.ids, a.info, strict=True)
             ]
             if self.top:
                 meta["output_top_logprobs"] = [
-                    [[logprob(value), id, self._text(id)] for id, value in info.top] for info in a.infos
+                    [[logprob(value), id, self._text(id)] for id, value in info.top] for info in a.info
                 ]
             if a.prompt_info:
                 meta |= self._prompt(a)
         if self.kept:
             meta |= self._kept(a)
+        if self.with_routed and a.finish is not None:  # int32 [tokens - 1, layers, experts of a token]
+            meta["routed_experts"] = base64.b64encode(a.routed).decode()
         out = {"text": self._texts[i], "output_ids": a.ids, "meta_info": meta}
         if self.with_prompt_ids:
             out["prompt_token_ids"] = list(self.request.input_ids)
@@ -188,7 +193,7 @@ class _Item:
         """The ids that could be drawn at each place, end to end, and where each place begins."""
         ids: list[int] = []
         offsets = [0]
-        for info in a.infos:
+        for info in a.info:
             ids += range(self.vocab_size) if info.kept is None else info.kept
             offsets.append(len(ids))
         return {"top_p_token_ids": ids, "top_p_token_offsets": offsets}
@@ -260,8 +265,6 @@ def _refuse(body: GenerateBody) -> None:
         raise ApiError(400, "give either text or input_ids", param="input_ids")
     if body.image_data:
         raise ApiError(400, "image_data: the model reads text only. Leave it out", param="image_data")
-    if body.return_routed_experts:
-        raise ApiError(400, "return_routed_experts: not offered yet. Leave it out", param="return_routed_experts")
     hidden = body.return_hidden_states
     if any(hidden) if isinstance(hidden, list) else hidden:
         raise ApiError(400, "return_hidden_states: not offered. Leave it out", param="return_hidden_states")
