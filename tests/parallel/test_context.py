@@ -10,6 +10,8 @@ import torch.distributed as dist
 from glm5.data.balance import CostModel, context_spans, plan_groups
 from glm5.kernels.cross_entropy import linear_cross_entropy
 from glm5.kernels.visibility import Visibility
+from glm5.model.glm5 import GLM5
+from glm5.model.presets import gqa_8
 from glm5.model.trace import Aux, Trace
 from glm5.parallel.context import ContextGroups, ContextRows, SpanVisibility
 from glm5.parallel.exchange import Hierarchy, gather, scatter_sum
@@ -17,7 +19,7 @@ from glm5.parallel.shard import parallelize
 from glm5.parallel.vocab import divided_head
 from glm5.utils.errors import ConfigError
 from support.ranks import run_ranks
-from support.tiny import tiny_model
+from support.tiny import tiny_config, tiny_model
 
 T, DEPTHS = 92, 2
 S = T + DEPTHS + 1
@@ -230,7 +232,24 @@ def test_groups_of_several_sizes_give_the_batch_its_gradient():
     run_ranks(4, "dp=4", _groups_of_every_size)
 
 
+def _grouped_queries(world):
+    """The report's baseline shares its keys and values in the same way."""
+    model = GLM5(gqa_8(tiny_config()), seed=1)
+    ids, first = _rows()
+    found = []
+    for rows in (None, ContextRows(context_spans(np.ones(T), 4), first, world.group("cp"))):
+        model.zero_grad()
+        own = ids[:, :T] if rows is None else rows.own(ids[:, :T])
+        hidden = model.hidden(own, documents=first[:, :T] if rows is None else None, cache=rows)
+        (hidden * torch.arange(hidden.shape[-1])).sum().backward()
+        found.append((hidden.detach(), _gradients(model) if rows is None else _summed(model)))
+        if rows is not None:
+            torch.testing.assert_close(hidden.detach(), rows.own(found[0][0]))
+    _close(found[1][1], found[0][1])
+
+
 def _hierarchical_latents(world):
+    _grouped_queries(world)
     hierarchy = Hierarchy.build(range(4), 2)
     generator = torch.Generator().manual_seed(world.rank)
     x = torch.randn(3, 5, generator=generator)

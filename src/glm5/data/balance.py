@@ -313,7 +313,8 @@ def context_spans(cost_T: Sequence[float] | F64, ranks: int) -> tuple[tuple[Span
         cost_T: work of each position, of all rows that are cut alike together.
 
     Returns:
-        For each rank its spans (start, stop), in order, neighbours joined. They cover [0, T) once.
+        For each rank its spans (start, stop), in order, neighbours joined. They cover [0, T) once. Every rank has T / R
+        positions where 2 R divides T, and else about so many.
 
     Raises:
         ConfigError: `ranks` is below 1.
@@ -323,7 +324,9 @@ def context_spans(cost_T: Sequence[float] | F64, ranks: int) -> tuple[tuple[Span
     cost = np.asarray(cost_T, dtype=np.float64)
     before = np.concatenate(([0.0], np.cumsum(cost)))
     best: tuple[float, list[list[Span]]] | None = None
-    for chunks in CHUNKS if ranks > 1 else (1,):
+    # Spans that divide the row keep the ranks' shares equal.
+    even = [c for c in CHUNKS if len(cost) % (ranks * c) == 0]
+    for chunks in (even or CHUNKS) if ranks > 1 else (1,):
         size = max(1, -(-len(cost) // (ranks * chunks)))
         spans = [(a, min(a + size, len(cost))) for a in range(0, len(cost), size)]
         spans.sort(key=lambda s: (before[s[0]] - before[s[1]], s))
