@@ -149,8 +149,6 @@ class Mesh:
         shared = model.moe_intermediate_size * model.n_shared_experts
         if shared % self.tp:
             raise ConfigError("mesh.tp", self.tp, f"must divide the shared expert's width {shared}")
-        if self.pp > 1 and self.cp > 1:
-            raise ConfigError("mesh.cp", self.cp, "positions are not divided in a pipeline yet: give cp=1 or pp=1")
         if self.pp > model.num_hidden_layers:
             rule = f"must be at most num_hidden_layers={model.num_hidden_layers}"
             raise ConfigError("mesh.pp", self.pp, rule)
