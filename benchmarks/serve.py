@@ -6,6 +6,8 @@
 Every request is there at the beginning; greedy; no end of text before `--new-tokens`. For the engine also the time to
 the first token and between tokens. Prompts are random ids, or, with a checkpoint that has a tokenizer, pieces of this
 Python's standard library, so that drafts mean something. Writes benchmarks/out/serve.json.
+
+    python benchmarks/serve.py --soak MINUTES      sustained load on a real server: see soak.py
 """
 
 from __future__ import annotations
@@ -59,7 +61,8 @@ def engine(path: str, ids: list[list[int]], a: argparse.Namespace, drafts: int) 
 
     model = load_model(path, dtype=torch.float32)
     pages = sum((len(p) + a.new_tokens + drafts) // 64 + 1 for p in ids)
-    server = Engine(model, EngineConfig(pages=pages, drafts=drafts, max_running=a.requests, chunk=a.chunk))
+    config = EngineConfig(pages=pages, drafts=drafts, max_running=a.requests, chunk=a.chunk, overlap=not a.no_overlap)
+    server = Engine(model, config)
     params = SamplingParams(temperature=0.0, max_new_tokens=a.new_tokens, ignore_eos=True)
     warm = Request(ids[0][:64], SamplingParams(temperature=0.0, max_new_tokens=4, ignore_eos=True))
     server.add(warm)
@@ -74,7 +77,7 @@ def engine(path: str, ids: list[list[int]], a: argparse.Namespace, drafts: int) 
     for prompt in ids:
         server.add(Request(prompt, params))
     while server.has_work:
-        deltas = server.step()
+        deltas = server.step() if a.no_overlap else server.advance(lambda: None)
         now, steps = time.perf_counter(), steps + 1
         for delta in deltas:
             tokens += len(delta.ids)
@@ -145,8 +148,16 @@ def main() -> None:
     parser.add_argument("--chunk", type=int, default=2048)
     parser.add_argument("--checkpoint", default="")
     parser.add_argument("--peers", nargs="*", default=["one-by-one", "batched"], choices=["one-by-one", "batched"])
+    parser.add_argument("--soak", type=float, default=0.0, metavar="MINUTES")
+    parser.add_argument("--workers", type=int, nargs=2, metavar=("PREFILL", "DECODE"), help="with --soak")
+    parser.add_argument("--no-overlap", action="store_true", help="plan and tell only between steps")
     parser.add_argument("--worker", nargs=2, help=argparse.SUPPRESS)
     a = parser.parse_args()
+    if a.soak:
+        from soak import soak
+
+        soak(a)
+        return
     import torch
 
     torch.set_num_threads(a.threads)
