@@ -53,20 +53,20 @@ def _error(ours: Tensor, oracle: Tensor) -> float:
     return float((ours.double() - oracle).norm() / oracle.norm())
 
 
-def _backward(*inputs: Tensor, deterministic: bool, light: int = 3) -> tuple[Tensor, Tensor]:
+def _backward(*inputs: Tensor, **options: bool) -> tuple[Tensor, Tensor]:
     q, kv, selected, grad = inputs
     out, lse = fast.sparse_mla(q, kv, selected, value_dim=512, scale=SCALE)
-    return fast.sparse_mla_backward(
-        q, kv, selected, out, lse, grad, scale=SCALE, deterministic=deterministic, light=light
-    )
+    return fast.sparse_mla_backward(q, kv, selected, out, lse, grad, scale=SCALE, **options)
 
 
-@pytest.mark.parametrize("deterministic", [False, True])
-@pytest.mark.parametrize("light", [1, 2, 3])
+WAYS = [{"deterministic": False}, {"deterministic": True}]
+
+
+@pytest.mark.parametrize("options", WAYS)
 @pytest.mark.parametrize("case", CASES)
-def test_gradients(case: tuple[int, ...], light: int, deterministic: bool) -> None:
+def test_gradients(case: tuple[int, ...], options: dict[str, bool]) -> None:
     inputs = _inputs(*case, seed=case[-1])
-    dq, drows = _backward(*inputs, deterministic=deterministic, light=light)
+    dq, drows = _backward(*inputs, **options)
     oracle_dq, oracle_drows = _oracle(*inputs)
     assert _error(dq, oracle_dq) < 5e-3
     assert _error(drows, oracle_drows) < 5e-3
@@ -82,8 +82,8 @@ def test_extreme_logits_and_unused_memory() -> None:
     for b in range(2):
         never[b, selected[b][selected[b] >= 0].long()] = False
     kv[never] = torch.nan  # rows that nobody selected are not read
-    for deterministic in (False, True):
-        dq, drows = _backward(q, kv, selected, grad, deterministic=deterministic)
+    for options in WAYS:
+        dq, drows = _backward(q, kv, selected, grad, **options)
         oracle_dq, oracle_drows = _oracle(q, kv, selected, grad)
         # The kernel subtracts dO * O, whose O was rounded to bf16, from dO * V: almost equal where one weight is 1, and
         # then multiplied by a query of 30 times the usual size.
@@ -96,6 +96,19 @@ def test_deterministic_gradients_have_the_same_bits() -> None:
     first, second = (_backward(*inputs, deterministic=True) for _ in range(2))
     assert torch.equal(first[0], second[0])
     assert torch.equal(first[1], second[1])
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_the_distribution_over_heads(case: tuple[int, ...]) -> None:
+    q, kv, selected, _ = _inputs(*case, seed=case[-1])
+    _, lse = fast.sparse_mla(q, kv, selected, value_dim=512, scale=SCALE)
+    target, top = fast.sparse_mla_target(q, kv, selected, lse, scale=SCALE)
+    chosen = kv.float()[torch.arange(len(kv), device="cuda")[:, None, None], selected.clamp(min=0).long()]
+    logits = torch.einsum("bthx,btkx->bthk", q.float(), chosen) * SCALE
+    logits = logits.masked_fill((selected < 0)[:, :, None], -torch.inf)
+    assert _error(target, logits.softmax(-1).nan_to_num(0.0).mean(2).double()) < 5e-3
+    assert (target[selected < 0] == 0).all()
+    torch.testing.assert_close(top, logits.amax(-1), atol=2e-3, rtol=1e-4)
 
 
 def test_attention_differentiates_in_the_absorbed_form() -> None:

@@ -35,13 +35,13 @@ def indexer_loss(
     wants_grad: bool,
 ) -> tuple[Tensor | None, ...]:
     """KL, mass and logit maxima over a selection that the top-k holds whole, then gradients to iq, iw and ik."""
-    from glm5.kernels.cuda import sparse_mla
+    from glm5.kernels.cuda import sparse_mla, sparse_mla_target
     from glm5.kernels.triton import indexer_loss as kernels
 
-    rows, value = k[:, :, 0], 512
+    rows, selected = k[:, :, 0], selected.contiguous()
     if lse is None:
-        lse = sparse_mla(q, rows, selected, value_dim=value, scale=scale)[1]
-    target, top = kernels.selected_distribution(q, rows, selected, lse, value_dim=value, scale=scale)
+        lse = sparse_mla(q, rows, selected, value_dim=512, scale=scale)[1]
+    target, top = sparse_mla_target(q, rows, selected, lse, scale=scale)
     fixed = torch.are_deterministic_algorithms_enabled()
     kl, mass, *grads = kernels.selected_loss(iq, iw, ik, selected, target, grad=wants_grad, deterministic=fixed)
     return kl, mass, top.amax((0, 1)), *grads

@@ -10,6 +10,15 @@ from glm5.kernels.cuda.build import available
 from glm5.kernels.cuda.index_scores import index_scores, index_select
 from glm5.kernels.cuda.sparse_mla import sparse_mla
 from glm5.kernels.cuda.sparse_mla_backward import sparse_mla_backward
+from glm5.kernels.cuda.sparse_mla_target import sparse_mla_target
 from glm5.kernels.cuda.topk import stable_topk
 
-__all__ = ["available", "index_scores", "index_select", "sparse_mla", "sparse_mla_backward", "stable_topk"]
+__all__ = [
+    "available",
+    "index_scores",
+    "index_select",
+    "sparse_mla",
+    "sparse_mla_backward",
+    "sparse_mla_target",
+    "stable_topk",
+]

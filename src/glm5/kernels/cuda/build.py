@@ -12,8 +12,8 @@ import torch
 
 from glm5.kernels.compile import KernelBuildError, shared_library
 
-SOURCES = ("sparse_mla.cu", "sparse_mla_backward.cu", "topk.cu", "index_scores.cu")
-HEADERS = ("hopper.cuh",)
+SOURCES = ("sparse_mla.cu", "sparse_mla_backward.cu", "sparse_mla_target.cu", "topk.cu", "index_scores.cu")
+HEADERS = ("hopper.cuh", "latent.cuh")
 FLAGS = ("-std=c++17", "-O3", "-Xcompiler", "-fPIC", "-gencode", "arch=compute_90a,code=sm_90a")
 
 

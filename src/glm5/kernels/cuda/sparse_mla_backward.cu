@@ -13,15 +13,14 @@
 //
 // A third of the keys' buffer is free as soon as its worker's dQ has read it, so that the next rows arrive under the
 // second half of a step.
-#include "hopper.cuh"
+#include "latent.cuh"
 
 using namespace hopper;
+using namespace latent;
 
 namespace {
 
-constexpr int kHeads = 64, kKeys = 64, kWidth = 576, kValue = 512;
-constexpr int kChunks = kWidth / 64, kValueChunks = kValue / 64, kWorkers = 3, kOwn = kChunks / kWorkers;
-constexpr int kChunkBytes = 64 * 128;
+constexpr int kWorkers = 3, kOwn = kChunks / kWorkers;
 
 struct Shared {
     alignas(1024) uint8_t q[kChunks][kChunkBytes];       // [head x 64 columns] a chunk
@@ -44,21 +43,6 @@ struct Params {
     float scale;
 };
 
-#define ACC_8(d, o) "+f"(d[o]), "+f"(d[o + 1]), "+f"(d[o + 2]), "+f"(d[o + 3]), "+f"(d[o + 4]), "+f"(d[o + 5]), \
-    "+f"(d[o + 6]), "+f"(d[o + 7])
-#define ACC_32(d, o) ACC_8(d, o), ACC_8(d, o + 8), ACC_8(d, o + 16), ACC_8(d, o + 24)
-
-// d[64 x 64] (+)= A[64 x 16] B, A K-major; B[64 x 16]^T K-major, or B[16 x 64] MN-major.
-template <int kTall> __device__ __forceinline__ void mma_n64(float (&d)[32], uint64_t a, uint64_t b, int accumulate) {
-    asm volatile(
-        "{\n.reg .pred p;\nsetp.ne.b32 p, %34, 0;\n"
-        "wgmma.mma_async.sync.aligned.m64n64k16.f32.bf16.bf16 "
-        "{%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,%12,%13,%14,%15,"
-        "%16,%17,%18,%19,%20,%21,%22,%23,%24,%25,%26,%27,%28,%29,%30,%31}, "
-        "%32, %33, p, 1, 1, 0, %35;\n}\n"
-        : ACC_32(d, 0)
-        : "l"(a), "l"(b), "r"(accumulate), "n"(kTall));
-}
 // d[64 x 192] += A[64 x 16] B[16 x 192], both MN-major.
 __device__ __forceinline__ void mma_n192_tall(float (&d)[96], uint64_t a, uint64_t b) {
     asm volatile(
@@ -75,25 +59,17 @@ __device__ __forceinline__ void mma_n192_tall(float (&d)[96], uint64_t a, uint64
         : "l"(a), "l"(b));
 }
 
-__device__ __forceinline__ uint32_t pack(float lo, float hi) {
-    __nv_bfloat162 v = __floats2bfloat162_rn(lo, hi);
-    return reinterpret_cast<uint32_t&>(v);
-}
-__device__ __forceinline__ float2 unpack(uint32_t x) {
-    return make_float2(__uint_as_float(x << 16), __uint_as_float(x & 0xFFFF0000u));
-}
 __device__ __forceinline__ void add4(float* to, float4 v) {
     asm volatile("red.relaxed.gpu.global.add.v4.f32 [%0], {%1, %2, %3, %4};" ::"l"(to), "f"(v.x), "f"(v.y), "f"(v.z), "f"(v.w)
                  : "memory");
 }
-// A thread holds two columns of row r and two of row r + 8; afterwards an even lane holds four columns of row r, an odd
-// one four of row r + 8: those of both lanes.
+// Of one row, a thread holds two columns of each of two groups of 8 (a, b); afterwards an even lane holds four columns of
+// the first group, an odd one four of the second. Four lanes then cover 64 bytes of fp32.
 __device__ __forceinline__ float4 pair_up(float a0, float a1, float b0, float b1, bool odd) {
     const float r0 = __shfl_xor_sync(~0u, odd ? a0 : b0, 1), r1 = __shfl_xor_sync(~0u, odd ? a1 : b1, 1);
     return odd ? make_float4(r0, r1, b0, b1) : make_float4(a0, a1, r0, r1);
 }
-// Four columns of two groups of 8 become eight columns of one group: of the first in lanes 0 and 1 of each 4, of the
-// second in lanes 2 and 3.
+// The same of two pairs of groups, each as `pair_up` left it; afterwards lane i of each 4 holds the 8 columns of group i.
 __device__ __forceinline__ uint4 pair_groups(float4 first, float4 second, bool high) {
     const uint2 a = make_uint2(pack(first.x, first.y), pack(first.z, first.w));
     const uint2 b = make_uint2(pack(second.x, second.y), pack(second.z, second.w));
@@ -101,21 +77,10 @@ __device__ __forceinline__ uint4 pair_groups(float4 first, float4 second, bool h
     return high ? make_uint4(r0, r1, b.x, b.y) : make_uint4(a.x, a.y, r0, r1);
 }
 
-__device__ __forceinline__ int count_steps(const int* selected, int keys, int lane) {
-    const int steps = (keys + kKeys - 1) / kKeys;
-    int count = 0;
-#pragma unroll 1
-    for (int base = 0; base < steps; base += 32) {
-        const bool used = base + lane < steps && selected[(base + lane) * kKeys] >= 0;
-        count += __popc(__ballot_sync(~0u, used));
-    }
-    return count;
-}
-
-// 64 rows of `kCount` chunks; rows whose index is negative become zeros. `at` is a thread's row (of 16) and unit.
-template <int kCount> __device__ __forceinline__ void copy_chunks(uint32_t dst, const __nv_bfloat16* from, uint32_t bytes) {
-#pragma unroll
-    for (int c = 0; c < kCount; ++c) copy16(dst + c * kChunkBytes, from + c * 64, bytes);
+// Groups j .. j + 3 of an accumulator's upper rows (kRow 0) or lower ones (kRow 2), rounded: lane i of 4 holds group j + i.
+template <int kRow, int N> __device__ __forceinline__ uint4 four_groups(const float (&d)[N], int j, bool odd, bool high) {
+    const float* x = d + 4 * j + kRow;
+    return pair_groups(pair_up(x[0], x[1], x[4], x[5], odd), pair_up(x[8], x[9], x[12], x[13], odd), high);
 }
 
 // `kFirst` .. `kFirst + kCount`: the chunks of the rows' gradient that worker `kMe` makes.
@@ -147,7 +112,7 @@ __device__ __forceinline__ void work(const Params& params, Shared& shared, int s
                         sum = fmaf(u.x, v.x, fmaf(u.y, v.y, sum));
                     }
                 }
-                lse = params.lse[item * params.heads + head] * 1.4426950408889634f;
+                lse = params.lse[item * params.heads + head] * kLog2e;
             }
 #pragma unroll
             for (int d = 16; d; d /= 2) sum += __shfl_xor_sync(~0u, sum, d);
@@ -160,15 +125,16 @@ __device__ __forceinline__ void work(const Params& params, Shared& shared, int s
     float dq[96];
 #pragma unroll
     for (int i = 0; i < 96; ++i) dq[i] = 0.0f;
-    const float scale_log2 = params.scale * 1.4426950408889634f;
+    const float scale_log2 = params.scale * kLog2e;
     const uint32_t k_address = smem_address(shared.k);
     // Where this thread's part of P^T and dS^T lies: row0, and 8 rows further; unit j of a row at j ^ (row % 8).
     const uint32_t cell = row0 * 128 + column * 2, twist = row0 & 7;
 
     for (int it = 0; it < steps; ++it) {
         const uint32_t parity = it & 1;
-        const int at = it * kKeys + row0 + (odd ? 8 : 0);  // the row whose gradient this lane passes on
-        const int index = at < params.keys ? __ldg(selected + at) : -1;
+        const int at = it * kKeys + row0;
+        const int index0 = at < params.keys ? __ldg(selected + at) : -1;
+        const int index1 = at + 8 < params.keys ? __ldg(selected + at + 8) : -1;
         if (kMe < 2) {
             float acc[32];
 #pragma unroll
@@ -188,8 +154,7 @@ __device__ __forceinline__ void work(const Params& params, Shared& shared, int s
             pin(acc);
             const float* of_head = kMe == 0 ? shared.lse : shared.delta;
             if (kMe == 0) {
-                const int other = __shfl_xor_sync(~0u, index, 1);
-                const bool real0 = (odd ? other : index) >= 0, real1 = (odd ? index : other) >= 0;
+                const bool real0 = index0 >= 0, real1 = index1 >= 0;
 #pragma unroll
                 for (int j = 0; j < 8; ++j) {
                     const float2 l = *reinterpret_cast<const float2*>(of_head + 8 * j + column);
@@ -260,36 +225,36 @@ __device__ __forceinline__ void work(const Params& params, Shared& shared, int s
             pin(acc);
             if (c == kCount - 1 && lane == 0) barrier_arrive(smem_address(&shared.ps_empty));
             if (kAdd) {
-                float* to = static_cast<float*>(params.rows) +
-                            ((params.start + item) / params.queries_per_batch * params.slots + max(index, 0)) * kWidth + chunk * 64 +
-                            column / 4 * 4;
-#pragma unroll
-                for (int j = 0; j < 8; ++j) {
-                    const float4 v = pair_up(acc[4 * j], acc[4 * j + 1], acc[4 * j + 2], acc[4 * j + 3], odd);
-                    if (index >= 0) add4(to + 8 * j, v);
-                }
-            } else {
-                __nv_bfloat16* to = static_cast<__nv_bfloat16*>(params.rows) + (item * params.keys + at) * kWidth +
-                                    chunk * 64 + (high ? 8 : 0);
+                float* base = static_cast<float*>(params.rows) + chunk * 64 + column / 4 * 4 + (odd ? 8 : 0) +
+                              (params.start + item) / params.queries_per_batch * params.slots * kWidth;
+                float* to0 = base + static_cast<int64_t>(max(index0, 0)) * kWidth;
+                float* to1 = base + static_cast<int64_t>(max(index1, 0)) * kWidth;
 #pragma unroll
                 for (int j = 0; j < 8; j += 2) {
-                    const float4 v = pair_up(acc[4 * j], acc[4 * j + 1], acc[4 * j + 2], acc[4 * j + 3], odd);
-                    const float4 w = pair_up(acc[4 * j + 4], acc[4 * j + 5], acc[4 * j + 6], acc[4 * j + 7], odd);
-                    const uint4 both = pair_groups(v, w, high);
-                    if (index >= 0) *reinterpret_cast<uint4*>(to + 8 * j) = both;
+                    const float4 v = pair_up(acc[4 * j], acc[4 * j + 1], acc[4 * j + 4], acc[4 * j + 5], odd);
+                    const float4 w = pair_up(acc[4 * j + 2], acc[4 * j + 3], acc[4 * j + 6], acc[4 * j + 7], odd);
+                    if (index0 >= 0) add4(to0 + 8 * j, v);
+                    if (index1 >= 0) add4(to1 + 8 * j, w);
+                }
+            } else {
+                __nv_bfloat16* to = static_cast<__nv_bfloat16*>(params.rows) +
+                                    (item * params.keys + it * kKeys + row0) * kWidth + chunk * 64 + lane % 4 * 8;
+#pragma unroll
+                for (int j = 0; j < 8; j += 4) {
+                    const uint4 upper = four_groups<0>(acc, j, odd, high), lower = four_groups<2>(acc, j, odd, high);
+                    if (index0 >= 0) *reinterpret_cast<uint4*>(to + 8 * j) = upper;
+                    if (index1 >= 0) *reinterpret_cast<uint4*>(to + 8 * kWidth + 8 * j) = lower;
                 }
             }
         }
     }
     pin(dq);
-    const int head = row0 + (odd ? 8 : 0);
-    __nv_bfloat16* to = params.dq + (item * params.heads + head) * kWidth + kMe * kOwn * 64 + (high ? 8 : 0);
+    __nv_bfloat16* to = params.dq + (item * params.heads + row0) * kWidth + kMe * kOwn * 64 + lane % 4 * 8;
 #pragma unroll
-    for (int j = 0; j < 24; j += 2) {
-        const float4 v = pair_up(dq[4 * j], dq[4 * j + 1], dq[4 * j + 2], dq[4 * j + 3], odd);
-        const float4 w = pair_up(dq[4 * j + 4], dq[4 * j + 5], dq[4 * j + 6], dq[4 * j + 7], odd);
-        const uint4 both = pair_groups(v, w, high);
-        if (head < params.heads) *reinterpret_cast<uint4*>(to + 8 * j) = both;
+    for (int j = 0; j < 24; j += 4) {
+        const uint4 upper = four_groups<0>(dq, j, odd, high), lower = four_groups<2>(dq, j, odd, high);
+        if (row0 < params.heads) *reinterpret_cast<uint4*>(to + 8 * j) = upper;
+        if (row0 + 8 < params.heads) *reinterpret_cast<uint4*>(to + 8 * kWidth + 8 * j) = lower;
     }
 }
 
@@ -411,25 +376,17 @@ int sparse_mla_sum_rows(const void* parts, const void* order, const void* starts
 }
 
 // Returns a cudaError_t. `rows`: fp32 [B, slots, 576] that the rows' gradients are added to, or, with `add` 0, bf16
-// [N, K, 576], of which only the entries of selected positions are written. `light`: 1, 2 or 3, see above.
+// [N, K, 576], of which only the entries of selected positions are written.
 int sparse_mla_backward(const void* q, const void* kv, const void* selected, const void* out, const void* lse, const void* grad,
                         void* dq, void* rows, int queries, int heads, int keys, int queries_per_batch, int start, int64_t q_stride,
                         int64_t q_head_stride, int64_t kv_batch_stride, int64_t kv_stride, int64_t slots, float scale, int add,
-                        int light, void* stream) {
+                        void* stream) {
     using bf16 = __nv_bfloat16;
     Params params = {static_cast<const bf16*>(q), static_cast<const bf16*>(kv), static_cast<const bf16*>(grad),
                      static_cast<const bf16*>(out), static_cast<const int*>(selected), static_cast<const float*>(lse),
                      static_cast<bf16*>(dq), rows, heads, keys, queries_per_batch, start, q_stride, q_head_stride, kv_batch_stride,
                      kv_stride, slots, scale};
     cudaStream_t s = static_cast<cudaStream_t>(stream);
-    switch (light + 4 * (add != 0)) {
-        case 1: return launch<false, 1>(params, queries, s);
-        case 2: return launch<false, 2>(params, queries, s);
-        case 3: return launch<false, 3>(params, queries, s);
-        case 5: return launch<true, 1>(params, queries, s);
-        case 6: return launch<true, 2>(params, queries, s);
-        case 7: return launch<true, 3>(params, queries, s);
-    }
-    return cudaErrorInvalidValue;
+    return add ? launch<true, 1>(params, queries, s) : launch<false, 3>(params, queries, s);
 }
 }

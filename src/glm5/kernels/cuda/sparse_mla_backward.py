@@ -33,7 +33,6 @@ def sparse_mla_backward(
     *,
     scale: float,
     deterministic: bool = False,
-    light: int = 3,
 ) -> tuple[Tensor, Tensor]:
     """Gradients of `sparse_mla` for its query and its rows.
 
@@ -41,7 +40,6 @@ def sparse_mla_backward(
         q_BTHX, kv_BSX, selected_BTK, scale: as given to `sparse_mla`. out_BTHC, lse_BTH: what it returned.
         grad_BTHC: bf16, of the output.
         deterministic: the same bits on every run, by summing in a fixed order.
-        light: chunks of 64 columns that each of the two scoring warpgroups contributes to a row's gradient; 1 to 3.
 
     Returns:
         dq_BTHX bf16, contiguous; drows_BSX fp32, contiguous: keys' and values' gradients together.
@@ -53,6 +51,8 @@ def sparse_mla_backward(
     keys, slots = selected_BTK.shape[-1], kv_BSX.shape[1]
     if width != WIDTH or out_BTHC.shape != (batch, queries, heads, VALUE) or grad_BTHC.shape != out_BTHC.shape:
         raise ValueError(f"sparse_mla_backward takes heads of {WIDTH}/{VALUE}, not {width}/{out_BTHC.shape[-1]}")
+    if any(x.dtype != torch.bfloat16 for x in (q_BTHX, kv_BSX, out_BTHC, grad_BTHC)):
+        raise ValueError("sparse_mla_backward takes bfloat16 tensors")
     if not (selected_BTK.is_contiguous() and out_BTHC.is_contiguous() and lse_BTH.is_contiguous()):
         raise ValueError("sparse_mla_backward takes contiguous positions, outputs and log-sum-exps")
     if batch > 1 and queries > 1 and q_BTHX.stride(0) != queries * q_BTHX.stride(1):
@@ -73,7 +73,7 @@ def sparse_mla_backward(
             out_BTHC.data_ptr() + start * heads * VALUE * 2, lse_BTH.data_ptr() + start * heads * 4,
             grad_BTHC.data_ptr() + start * heads * VALUE * 2, dq.data_ptr() + start * heads * WIDTH * 2,
             target.data_ptr(),
-            count, heads, keys, queries, start, *strides, scale, int(add), light, stream,
+            count, heads, keys, queries, start, *strides, scale, int(add), stream,
         )  # fmt: skip
         check(status, "sparse_mla_backward")
 
@@ -97,7 +97,7 @@ def sparse_mla_backward(
 @functools.cache
 def _launcher() -> Callable[..., int]:
     function = library().sparse_mla_backward
-    function.argtypes = [_P] * 8 + [_I] * 5 + [_L] * 5 + [ctypes.c_float, _I, _I, _P]
+    function.argtypes = [_P] * 8 + [_I] * 5 + [_L] * 5 + [ctypes.c_float, _I, _P]
     function.restype = _I
     return function
 

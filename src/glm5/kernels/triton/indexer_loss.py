@@ -1,9 +1,9 @@
 """The indexer's loss on the selected set, and its gradients, in Triton.
 
-The main attention's distribution over a query's selected positions, summed over heads, is made again from its
-log-sum-exp (absorbed form: one gathered latent row serves all heads): one number a pair is kept. A second kernel scores
-the same positions with the indexer twice: once for the log-sum-exp of the scores, once for the KL and its gradients to
-index queries, weights and keys. Read next: `glm5.kernels.indexer_loss`, the specification.
+The target, the main attention's distribution over a query's selected positions averaged over heads, is one number a
+pair (`cuda.sparse_mla_target`). The kernel scores the same positions with the indexer twice: once for the log-sum-exp
+of the scores, once for the KL and its gradients to index queries, weights and keys. Read next:
+`glm5.kernels.indexer_loss`, the specification.
 """
 
 # mypy: disallow-untyped-defs=false, disallow-incomplete-defs=false
@@ -16,43 +16,6 @@ import triton.language as tl
 from torch import Tensor
 
 from glm5.kernels.inverse import inverse_index
-
-LOG2E = 1.4426950408889634
-
-
-@triton.jit
-def _distribution(
-    q_ptr, kv_ptr, selected_ptr, lse_ptr, target_ptr, top_ptr,
-    heads, keys, queries, scale_log2,
-    q_stride, q_head_stride, kv_batch_stride, kv_stride,
-    C: tl.constexpr, R: tl.constexpr, H: tl.constexpr, BLOCK_K: tl.constexpr,
-):  # fmt: skip
-    """target = mean over heads of exp(scale q.k - lse); top = each head's largest scaled product, in log2 units."""
-    row = tl.program_id(0).to(tl.int64)
-    head_H = tl.arange(0, H)
-    col_C = tl.arange(0, C)
-    col_R = tl.arange(0, R)
-    real_H = head_H < heads
-    q_base = q_ptr + row * q_stride + head_H[None, :] * q_head_stride
-    q_CH = tl.load(q_base + col_C[:, None], mask=real_H[None, :], other=0.0)
-    q_RH = tl.load(q_base + C + col_R[:, None], mask=real_H[None, :], other=0.0)
-    lse_H = tl.load(lse_ptr + row * heads + head_H, mask=real_H, other=float("inf")) * 1.4426950408889634
-    kv_base = kv_ptr + (row // queries) * kv_batch_stride
-    top_H = tl.full([H], -float("inf"), tl.float32)
-    for start in range(0, keys, BLOCK_K):
-        at_K = start + tl.arange(0, BLOCK_K)
-        slot_K = tl.load(selected_ptr + row * keys + at_K, mask=at_K < keys, other=-1)
-        real_K = slot_K >= 0
-        row_K = kv_base + tl.maximum(slot_K, 0).to(tl.int64) * kv_stride
-        kv_KC = tl.load(row_K[:, None] + col_C[None, :], mask=real_K[:, None], other=0.0)
-        kv_KR = tl.load(row_K[:, None] + C + col_R[None, :], mask=real_K[:, None], other=0.0)
-        s_KH = tl.dot(kv_KC, q_CH)
-        s_KH = tl.dot(kv_KR, q_RH, acc=s_KH) * scale_log2
-        s_KH = tl.where(real_K[:, None] & real_H[None, :], s_KH, -float("inf"))
-        top_H = tl.maximum(top_H, tl.max(s_KH, 0))
-        p_KH = tl.where(s_KH == -float("inf"), 0.0, tl.exp2(s_KH - lse_H[None, :]))
-        tl.store(target_ptr + row * keys + at_K, tl.sum(p_KH, 1) / heads, mask=at_K < keys)
-    tl.store(top_ptr + row * heads + head_H, top_H, mask=real_H)
 
 
 @triton.jit
@@ -139,39 +102,7 @@ def _sum_rows(part_ptr, order_ptr, start_ptr, out_ptr, WIDTH: tl.constexpr, BLOC
     tl.store(out_ptr + row * WIDTH + col, tl.load(out_ptr + row * WIDTH + col) + acc)
 
 
-# Positions that a program takes at a time, warps and stages, of the two kernels at GLM-5's widths.
-DISTRIBUTION, LEARN = (64, 4, 2), (64, 4, 3)
-
-
-def selected_distribution(
-    q_BTHX: Tensor, kv_BSX: Tensor, selected_BTK: Tensor, lse_BTH: Tensor, *, value_dim: int, scale: float
-) -> tuple[Tensor, Tensor]:
-    """The attention's distribution over selected positions, averaged over heads, without its heads' own.
-
-    Args:
-        q_BTHX, kv_BSX, selected_BTK, value_dim, scale: as in `sparse_mla`, contiguous positions. lse_BTH: what it
-            returned.
-
-    Returns:
-        target_BTK fp32, 0 where nothing is selected; logit_max_BTH fp32, the largest scale * q.k, -inf without any.
-    """
-    batch, queries, heads, width = q_BTHX.shape
-    keys, rotary = selected_BTK.shape[-1], width - value_dim
-    if batch > 1 and queries > 1 and q_BTHX.stride(0) != queries * q_BTHX.stride(1):
-        raise ValueError("selected_distribution takes queries whose B and T dimensions collapse into one")
-    target = torch.empty(selected_BTK.shape, dtype=torch.float32, device=q_BTHX.device)
-    top = torch.empty(batch, queries, heads, dtype=torch.float32, device=q_BTHX.device)
-    block, warps, stages = DISTRIBUTION
-    if batch * queries:
-        _distribution[(batch * queries,)](
-            q_BTHX, kv_BSX, selected_BTK, lse_BTH.contiguous(), target, top,
-            heads, keys, queries, scale * LOG2E,
-            q_BTHX.stride(0) if queries == 1 else q_BTHX.stride(1), q_BTHX.stride(2),
-            kv_BSX.stride(0), kv_BSX.stride(1),
-            C=value_dim, R=rotary, H=max(16, triton.next_power_of_2(heads)), BLOCK_K=block,
-            num_warps=warps, num_stages=stages,
-        )  # fmt: skip
-    return target, top.div_(LOG2E)
+LEARN = (64, 4, 3)  # positions that a program takes at a time, warps, stages, at GLM-5's widths
 
 
 def selected_loss(
