@@ -12,6 +12,7 @@ busy time is theirs, the bubble is the rest, and the prediction is `simulate` wi
 from __future__ import annotations
 
 import argparse
+import gc
 import json
 import os
 import time
@@ -125,6 +126,7 @@ def run(args: argparse.Namespace, world: World, config: ModelConfig, micro: int 
     model = make_model(config, world.device, torch.bfloat16)
     pipeline = build(model, world, **options)
     del model
+    gc.collect()  # modules and schedules of the run before refer to each other
     torch.cuda.empty_cache()
     rows = make_rows(config, micro, args.queries, world.device)
 

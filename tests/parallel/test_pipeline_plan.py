@@ -13,6 +13,7 @@ from glm5.model.glm5 import GLM5
 from glm5.model.presets import glm5, mini, nano
 from glm5.parallel.compat import Kind
 from glm5.parallel.pipeline.layout import Costs, PipelineLayout, _partition
+from glm5.parallel.pipeline.offload import _rounded
 from glm5.parallel.pipeline.schedule import SCHEDULES, computations, orders, rank_of_stage, with_reductions
 from glm5.parallel.pipeline.simulate import Times, bubble, gradient_bytes, in_flight, simulate
 from glm5.parallel.pipeline.stage import StageModel
@@ -181,3 +182,11 @@ def test_gradient_bytes() -> None:
     assert found.full == 4 * 190
     assert found.shards == 4 * (25 + 15 + 23)
     assert gradient_bytes([100, 60, 90], data_ranks=4, zero2=False).full == 4 * 250
+
+
+def test_host_buffers_have_few_sizes() -> None:
+    draw = random.Random(0)  # noqa: S311
+    for _ in range(2000):
+        size = draw.randint(1, 1 << draw.randint(1, 34))
+        assert size <= _rounded(size) <= 1.125 * size + 4096
+    assert len({_rounded(size) for size in range(1 << 20, 1 << 21, 97)}) <= 9

@@ -129,9 +129,10 @@ class Activations:
             yield
 
     def _move_out(self, t: Tensor, size: int) -> _Moved:
-        free = self._free[size]
-        buffer = free.pop() if free else _Buffer(torch.empty(size, dtype=torch.uint8, pin_memory=self._out is not None))
-        flat = buffer.memory.view(t.dtype)
+        room = _rounded(size)
+        free = self._free[room]
+        buffer = free.pop() if free else _Buffer(torch.empty(room, dtype=torch.uint8, pin_memory=self._out is not None))
+        flat = buffer.memory[:size].view(t.dtype)
         host = flat.as_strided(t.shape, t.stride()) if _is_dense(t) else flat.view(t.shape)
         if self._out is None:
             host.copy_(t.detach())
@@ -143,7 +144,7 @@ class Activations:
                 host.copy_(t.detach(), non_blocking=True)
                 buffer.event = self._out.record_event()
             t.record_stream(self._out)
-        self._count(host=size)
+        self._count(host=room)
         return _Moved(host, buffer)
 
     # ------------------------------------------------------------------ backward
@@ -180,10 +181,10 @@ class Activations:
     def done(self, stage: int, micro: int) -> None:
         """The backward pass was made: give all of it back."""
         for moved in self._moved.pop((stage, micro), ()):
-            size = moved.buffer.memory.numel()
-            self._count(host=-size, device=-size if moved.device is not None else 0)
+            room, size = moved.buffer.memory.numel(), moved.host.numel() * moved.host.element_size()
+            self._count(host=-room, device=-size if moved.device is not None else 0)
             moved.device = None
-            self._free[size].append(moved.buffer)
+            self._free[room].append(moved.buffer)
         self._count(device=-self._staying.pop((stage, micro), 0))
 
     def _count(self, device: int = 0, host: int = 0) -> None:
@@ -191,6 +192,12 @@ class Activations:
         self.host_bytes += host
         self.peak_device = max(self.peak_device, self.device_bytes)
         self.peak_host = max(self.peak_host, self.host_bytes)
+
+
+def _rounded(size: int) -> int:
+    """A size of buffers that fits: an eighth more at most, so that few sizes serve all. Pinning memory is slow."""
+    step = max(4096, 1 << max(0, size.bit_length() - 4))
+    return -(-size // step) * step
 
 
 def _is_parameter(t: Tensor) -> bool:
