@@ -57,8 +57,9 @@ class Clock:
         self.layers = [m for m in model.modules() if isinstance(m, MLA)]
 
     def _wait(self) -> float:
-        if self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)
+        if self.device.type == "cpu":
+            return time.process_time()  # which other processes disturb less
+        torch.cuda.synchronize(self.device)
         return time.perf_counter()
 
     def __enter__(self) -> Clock:
@@ -83,7 +84,9 @@ def run(world: World, args: argparse.Namespace) -> None:
     """All lengths, with one model."""
     config = nano(index_topk=512) if args.small else wide(max(args.tokens), args.layers)
     dtype = torch.float32 if world.device.type == "cpu" else torch.bfloat16
-    model = parallelize(GLM5(config).to(world.device, dtype), world)
+    with torch.device(world.device):  # one host's CPUs would draw hundreds of millions of numbers for each rank
+        model = GLM5(config)
+    model = parallelize(model.to(dtype), world)
     roles = parameter_roles(model, config)
     holdings = Holdings([r.parameter for r in roles], world.group("stage"), world.group("world"))
     optimizer = MuonSplit(roles, 2e-4, holdings=holdings)
