@@ -294,6 +294,18 @@ def test_latents_within_and_between_hosts_and_refusals():
     run_ranks(4, "cp=4", _hierarchical_latents)
 
 
+def test_one_rank_alone_and_rows_without_slots_ahead():
+    rows = ContextRows([[(0, 8)]], torch.zeros(1, 10, dtype=torch.int64), None)
+    x = torch.randn(1, 10, 3)
+    assert torch.equal(rows.own(x), x[:, :8])
+    (part,) = rows.store(0, None, rows.visible, x[:, :8], x[:, :8])
+    assert torch.equal(part.rows, x[:, :8])
+    assert torch.equal(rows.total(torch.ones(2)), torch.ones(2))
+    rows.ahead(2)
+    with pytest.raises(ConfigError, match="depth=3: these rows have 2 slots"):
+        rows.ahead(3)
+
+
 def test_tiles_of_spans_know_how_far_they_reach():
     spans = ((4, 8), (20, 24))
     last = torch.tensor([[4, 5, 6, 7, 20, 21, 22, 23]])

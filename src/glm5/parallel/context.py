@@ -139,7 +139,14 @@ class ContextRows(SharedRows):
         return [Part(visible, *both.split((rows_BTX.shape[-1], index_BTI.shape[-1]), dim=-1))]
 
     def ahead(self, depth: int) -> ContextRows:
-        """As `SharedRows`."""
+        """As `SharedRows`.
+
+        Raises:
+            ConfigError: `first_BS` has fewer slots after the positions.
+        """
+        ahead = self._first_BS.shape[1] - self.tokens
+        if depth > ahead:
+            raise ConfigError("depth", depth, f"these rows have {ahead} slots after their positions")
         here_BT, there_BT = self._first_BS[:, self.slot_T], self._first_BS[:, self.slot_T + depth]
         seen_BT = here_BT.masked_fill(here_BT != there_BT, self.tokens)
         other = copy.copy(self)
