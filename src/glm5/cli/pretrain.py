@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import os
-import signal
 import sys
 import textwrap
 from collections.abc import Callable, Mapping, Sequence
@@ -23,10 +22,6 @@ DESCRIPTION = """Train a model with dense attention, from text.
 the shape from a config.json. --model.FIELD and --train.FIELD change one field of it."""
 
 
-# Tells a process that `start` has started it.
-STARTED = "GLM5_STARTED_BY"
-
-
 def main(argv: Sequence[str]) -> int:
     """Parse `argv` (without the command's name) and run. Returns 0, or what a process of several returned."""
     speaks = int(os.environ.get("RANK", "0")) == 0  # of several processes the first: what it says is true of all
@@ -37,11 +32,9 @@ def main(argv: Sequence[str]) -> int:
             raise
         return 2
     except KeyboardInterrupt:
-        if STARTED not in os.environ:
-            raise
         if speaks:
-            print("interrupted", file=sys.stderr)
-        return 0  # stopped as asked; another status would have all started again
+            raise
+        return 130
 
 
 def _main(argv: Sequence[str], say: Callable[[str], None]) -> int:
@@ -100,25 +93,13 @@ def start(processes: int, argv: Sequence[str], *, restarts: int, on_gpus: bool) 
         max_restarts=restarts,
         monitor_interval=1.0,
     )
-    interrupted = False
-
-    def note(*_: object) -> None:
-        nonlocal interrupted
-        interrupted = True
-
-    # A terminal sends Ctrl-C to all processes: those that train finish their step and save, which this one waits for.
-    os.environ.setdefault("TORCHELASTIC_SIGNALS_TO_HANDLE", "SIGTERM,SIGHUP,SIGQUIT")
-    os.environ[STARTED] = str(os.getpid())
-    before = signal.signal(signal.SIGINT, note)
-    try:
+    try:  # Ctrl-C and SIGTERM are passed on: the processes finish their step and save
         elastic_launch(launch, sys.executable)("-m", "glm5.cli.main", "pretrain", *argv)
     except ChildFailedError as e:
         return max((f.exitcode if f.exitcode > 0 else 1) for f in e.failures.values())
     except SignalException as e:
         return 128 + int(e.sigval)
-    finally:
-        signal.signal(signal.SIGINT, before)
-    return 130 if interrupted else 0
+    return 0
 
 
 def choose(preset: str | None, shape: str | None, argv: Sequence[str]) -> PretrainConfig:

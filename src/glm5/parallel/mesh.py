@@ -320,11 +320,16 @@ def _join(device: torch.device, timeout: float) -> None:
     if not launched():
         dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1, timeout=wait)
         return
-    rank, size = os.environ["RANK"], os.environ["WORLD_SIZE"]
+    rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    # A launcher that starts all again keeps its store, where the addresses of those before would be found.
+    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
     try:
+        store, _, _ = next(dist.rendezvous("env://", rank, size, timeout=wait))
         dist.init_process_group(
             backend,
-            init_method="env://",
+            store=dist.PrefixStore(f"glm5-{attempt}", store),
+            rank=rank,
+            world_size=size,
             timeout=wait,
             device_id=device if device.type == "cuda" else None,
         )

@@ -14,6 +14,7 @@ import faulthandler
 import hashlib
 import json
 import os
+import re
 import sys
 import threading
 import time
@@ -31,6 +32,9 @@ from glm5.parallel.mesh import ParallelError, World
 LOOK, SILENCE = 0.5, 30.0
 # How long a rank leaves another's error to be raised on itself too, as errors are that all find together.
 GRACE = 3.0
+MEND = "See to that rank; the same command goes on from the newest checkpoint"
+# What gloo and NCCL say of a peer that has gone.
+_LOST = re.compile(r"[Cc]onnection (reset|closed|refused)|Broken pipe|gloo/transport|NCCL|ncclRemoteError")
 
 
 class Watch:
@@ -61,15 +65,23 @@ class Watch:
         """This rank begins a phase, "number name", of a step; outside of steps, -1, nothing is timed."""
         self._doing, self._since, self._told = (step, phase), time.monotonic(), False
 
-    def fail(self, error: BaseException) -> None:
-        """Leave word of this rank's failure, and wait a little for rank 0 to tell it."""
+    def fail(self, error: BaseException) -> str | None:
+        """Leave word of this rank's failure, and wait a little for rank 0 to tell it.
+
+        Returns:
+            What happened elsewhere, if this error is only that another rank was lost.
+        """
         self.close()
-        if self.world.main:
-            return
-        self._write("failed", [self.world.rank, describe(error)])
+        lost = isinstance(error, RuntimeError) and _LOST.search(str(error)) is not None
+        if not lost and not self.world.main:
+            self._write("failed", [self.world.rank, describe(error)])
         end = time.monotonic() + GRACE + 4 * LOOK
-        while time.monotonic() < end and not self._read("told"):
+        while time.monotonic() < end and not self._read("told") and (lost or not self.world.main):
+            found = self._read("failed")
+            if lost and found:
+                return f"rank {found[0]}: {found[1]}"
             time.sleep(LOOK / 5)
+        return f"another rank was lost ({describe(error)[:200]})" if lost else None
 
     def close(self) -> None:
         """End the thread."""
@@ -104,8 +116,7 @@ class Watch:
 
     def _leave(self, what: str) -> None:
         if self.world.main:
-            again = "the same command goes on from the newest checkpoint"
-            print(f"error: {what} / mend: see to that rank; {again}", file=self.out, flush=True)
+            print(f"error: {what} / mend: {MEND}", file=self.out, flush=True)
             self._write("told", True)
         os._exit(1)
 
@@ -163,7 +174,9 @@ def watched(world: World, directory: Path, hang_seconds: float, out: TextIO | No
     try:
         yield watch
     except BaseException as e:
-        watch.fail(e)
+        elsewhere = watch.fail(e)
+        if elsewhere is not None:
+            raise ParallelError(elsewhere, MEND) from e
         raise
     finally:
         world.watch = None

@@ -32,7 +32,7 @@ from glm5.train.estimate import count_parameters
 from glm5.train.losses import language_model_loss, router_bias_update
 from glm5.train.optim import MuonSplit, clip_grad_norm, first_nonfinite, parameter_roles
 from glm5.train.random_state import capture_random_state, restore_random_state, seed_random_state
-from glm5.train.ranks import PipelineOptions, Ranks, SilentLog
+from glm5.train.ranks import PipelineOptions, Ranks, SilentLog, check_batch
 from glm5.train.rows import Rows, check_stage
 from glm5.train.stopping import stop_requests
 from glm5.train.totals import Counts, IndexerFigures, Totals, weighted
@@ -75,7 +75,8 @@ class Trainer:
     ) -> None:
         check_stage(config, model.config, loader.dataset)
         self.ranks = Ranks(world, gather_once=gather_once)
-        self.ranks.check_batch(config)
+        if world is not None:
+            check_batch(config, world.mesh)
         self.config, self.model, self.loader, self.directory = config, model, loader, Path(directory)
         self.parameters = count_parameters(model)
         given = {name: p.detach() for name, p in model.named_parameters()}

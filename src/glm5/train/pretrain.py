@@ -31,7 +31,7 @@ from glm5.train.config import TrainConfig
 from glm5.train.evaluate import HeldOut, held_out
 from glm5.train.loop import Trainer
 from glm5.train.prepare import Prepared, Say, TextConfig, opened, prepare
-from glm5.train.ranks import PipelineOptions, Ranks
+from glm5.train.ranks import PipelineOptions, Ranks, check_batch
 from glm5.train.schedule import BatchWarmup, LearningRate
 from glm5.utils.config_io import to_dict
 from glm5.utils.devices import resolve_device
@@ -99,7 +99,9 @@ class PretrainConfig(TextConfig):
         # `check_stage` says these too, but only once the corpus is tokenized.
         if self.train.mtp_depths and not self.model.num_nextn_predict_layers:
             raise ConfigError("train.mtp_depths", self.train.mtp_depths, "this model has no MTP block: give 0")
-        Mesh.parse(self.mesh).check_model(self.model)
+        mesh = Mesh.parse(self.mesh)
+        mesh.check_model(self.model)
+        check_batch(self.train, mesh)
         if self.restarts < 0:
             raise ConfigError("restarts", self.restarts, "must be at least 0")
         if not 0 < self.hang_seconds < float("inf"):

@@ -22,7 +22,7 @@ from glm5.data.balance import CostModel, context_spans
 from glm5.data.loader import Batch
 from glm5.kernels.cross_entropy import LinearCrossEntropy, LinearLogprobs, linear_cross_entropy, linear_logprobs
 from glm5.model.glm5 import GLM5
-from glm5.parallel.mesh import ParallelError, World
+from glm5.parallel.mesh import Mesh, ParallelError, World
 from glm5.train.checkpoint import CheckpointStore
 from glm5.train.config import TrainConfig
 from glm5.train.rows import Rows
@@ -59,6 +59,29 @@ class PipelineOptions:
     """Which micro-batches' activations wait in host memory."""
     recompute: tuple[str, ...] = ()
     """What runs again in the backward pass: attention, feed-forward, layer."""
+
+
+def check_batch(config: TrainConfig, mesh: Mesh) -> None:
+    """Whether every step's rows can be dealt out evenly over the ranks of a mesh.
+
+    Raises:
+        ConfigError: they cannot; it names the field.
+    """
+    batch, dealt = config.batch, mesh.dp
+    sizes = [("batch.initial", batch.initial), ("batch.final", batch.final)]
+    sizes += [("batch.multiple", batch.multiple)] if batch.initial != batch.final and batch.ramp else []
+    for name, size in sizes:
+        if size % dealt:
+            raise ConfigError(name, size, f"must be a multiple of dp={dealt}, over which rows are dealt")
+        if mesh.pp == 1:
+            continue
+        if size % (dealt * config.micro_batch):
+            rule = f"must be a multiple of dp x micro_batch = {dealt * config.micro_batch} in a pipeline"
+            raise ConfigError(name, size, f"{rule}, whose micro-batches have one shape")
+        mtp_rows = max(1, round(config.mtp_share * size))
+        if config.mtp_depths and mtp_rows % dealt:
+            rule = f"{mtp_rows} of {size} rows train MTP, which in a pipeline must be a multiple of dp={dealt}"
+            raise ConfigError("mtp_share", config.mtp_share, rule)
 
 
 class Ranks:
@@ -167,30 +190,6 @@ class Ranks:
         return ShardedStore(directory, keep, self.world, places)
 
     # ------------------------------------------------------------------ rows
-    def check_batch(self, config: TrainConfig) -> None:
-        """Whether every step's rows can be dealt out evenly.
-
-        Raises:
-            ConfigError: they cannot; it names the field.
-        """
-        dealt = 1 if self.world is None else self.world.count("dp")
-        batch = config.batch
-        sizes = [("batch.initial", batch.initial), ("batch.final", batch.final)]
-        sizes += [("batch.multiple", batch.multiple)] if batch.initial != batch.final and batch.ramp else []
-        for name, size in sizes:
-            if size % dealt:
-                raise ConfigError(name, size, f"must be a multiple of dp={dealt}, over which rows are dealt")
-        if self.world is None or self.world.count("pp") == 1:
-            return
-        for name, size in sizes:
-            if size % (dealt * config.micro_batch):
-                rule = f"must be a multiple of dp x micro_batch = {dealt * config.micro_batch} in a pipeline"
-                raise ConfigError(name, size, f"{rule}, whose micro-batches have one shape")
-            mtp_rows = max(1, round(config.mtp_share * size))
-            if config.mtp_depths and mtp_rows % dealt:
-                rule = f"{mtp_rows} of {size} rows train MTP, which in a pipeline must be a multiple of dp={dealt}"
-                raise ConfigError("mtp_share", config.mtp_share, rule)
-
     def share(self, items: NDArray[Any]) -> NDArray[Any]:
         """Every dp-th item, beginning with this rank's place: the first few of a step are spread over all ranks."""
         if self.world is None:
