@@ -35,7 +35,7 @@ def test_a_dry_run_says_all_and_keeps_nothing(
 ) -> None:
     assert main([*given, "--dry-run"]) == 0
     out = capsys.readouterr().out
-    assert "talk.jsonl: 3 conversations in 1 rows; 100% of the mixture, 4 passes" in out
+    assert "talk.jsonl: 3 conversations in 1 rows of 23; 100% of the mixture, 4 passes" in out
     assert "tokens are learned" in out
     assert "memory    about" in out
     assert not (tmp_path / "run").exists()

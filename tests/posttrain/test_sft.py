@@ -14,12 +14,12 @@ import torch
 from glm5.model.config import ModelConfig
 from glm5.model.glm5 import GLM5
 from glm5.model.weights import load_model, save_model
-from glm5.posttrain.sft import SftConfig, resolve, sft
+from glm5.posttrain.sft import SftConfig, conversations, resolve, sft, staged
 from glm5.text import load_tokenizer, messages_from_openai, parse, render
 from glm5.train.config import TrainConfig
 from glm5.train.loop import Trainer
 from glm5.train.schedule import BatchWarmup, LearningRate
-from glm5.utils.errors import ConfigError, DataError
+from glm5.utils.errors import CheckpointError, ConfigError, DataError
 from support.conversations import tokenizer
 from support.training import tiny
 
@@ -137,9 +137,10 @@ class Killed(BaseException):
 
 def test_a_sparse_model_trains_its_indexers_where_rows_are_long(tmp_path: Path) -> None:
     base = checkpoint(tmp_path, glm5_attention="sparse")
-    long, _ = resolve(config(tmp_path, checkpoint=base))
-    short, _ = resolve(replace(config(tmp_path, checkpoint=base), seq_len=8))
-    assert (long.train.stage, short.train.stage) == ("sparse", "pretrain")
+    given, shape = resolve(config(tmp_path, checkpoint=base))
+    data = conversations(given, load_tokenizer(base), tmp_path / "looked", begun=False)
+    stages = {n: staged(given, shape, data.dataset(n, 2)).train.stage for n in (8, 9)}
+    assert stages == {8: "pretrain", 9: "sparse"}  # index_topk is 8
     found = sft(config(tmp_path, checkpoint=base, train=dict(steps=1)), lambda _: None)
     before, after = load_model(base), load_model(found.model)
     assert after.config.sparse
@@ -155,6 +156,26 @@ def test_a_sparse_model_trains_its_indexers_where_rows_are_long(tmp_path: Path) 
 def test_a_model_without_mtp_trains_without(tmp_path: Path) -> None:
     found, _ = resolve(config(tmp_path, checkpoint=checkpoint(tmp_path, num_nextn_predict_layers=0)))
     assert found.train.mtp_depths == 0
+
+
+def test_rows_are_no_longer_than_all_that_there_is(tmp_path: Path) -> None:
+    """One short conversation in rows of thousands of tokens would cost as much as thousands of tokens."""
+    said: list[str] = []
+    base = checkpoint(tmp_path, max_position_embeddings=8192)
+    data = (write(tmp_path / "one.jsonl", {"Oslo": "Norway"}),)
+    found = sft(config(tmp_path, checkpoint=base, data=data, seq_len=8000, train=dict(steps=1)), said.append)
+    (line,) = [line for line in said if "1 conversations in 1 rows of " in line]
+    (store,) = (tmp_path / "run" / "data").glob("tokens/manifest.json")
+    assert f"rows of {json.loads(store.read_text())['tokens'] - 1};" in line
+    assert found.tokens > 0
+
+
+def test_a_run_is_no_checkpoint(tmp_path: Path) -> None:
+    base = Path(checkpoint(tmp_path))
+    (tmp_path / "a-run").mkdir()
+    base.rename(tmp_path / "a-run" / "model")
+    with pytest.raises(CheckpointError, match="is a run, not a model"):
+        resolve(config(tmp_path, checkpoint=str(tmp_path / "a-run")))
 
 
 @pytest.mark.parametrize(

@@ -50,9 +50,11 @@ def dry_run(config: SftConfig) -> None:
     _, model = sft.resolve(config)
     with tempfile.TemporaryDirectory() as directory:
         data = sft.conversations(config, load_tokenizer(config.checkpoint), Path(directory) / "data", begun=False)
-        for line in sft.describe(config, data):
+        dataset = data.dataset(config.seq_len, 1 + config.train.mtp_depths)
+        config = sft.staged(config, model, dataset)
+        for line in sft.describe(config, data, dataset):
             print(line)
-    e = estimate(model, config.train, config.seq_len, device=config.device)
+    e = estimate(model, config.train, dataset.seq_len, device=config.device)
     print(f"model     {e.parameters:,} parameters, {e.active_parameters:,} active for a token")
     parts = ("weights", "gradients", "optimizer", "activations", "logits")
     listed = ", ".join(f"{name} {format_bytes(getattr(e, name))}" for name in parts)

@@ -185,7 +185,9 @@ class ChatData:
     counts: dict[str, dict[str, int]]
 
     def dataset(self, seq_len: int, ahead: int) -> ChatDataset:
-        return ChatDataset(self.store, seq_len, ahead, self.tasks)
+        """Rows of `seq_len` predictions, or of fewer where that holds all of every file: padding costs as tokens do."""
+        most = max(int(self.store.lengths[first:last].sum()) - 1 for first, last in self.tasks.values())
+        return ChatDataset(self.store, min(seq_len, most), ahead, self.tasks)
 
 
 def prepare_chat(

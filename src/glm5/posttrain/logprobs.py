@@ -133,10 +133,14 @@ class _ActionLogprobs(torch.autograd.Function):
         entropy_N = torch.empty_like(temperature_N) if with_entropy else None
         for start in range(0, len(targets_N), chunk):
             part = slice(start, min(start + chunk, len(targets_N)))
-            log_cV = _log_probs(hidden_ND[part], head_VD, temperature_N[part], kept, part)
-            logprobs_N[part] = log_cV.gather(1, targets_N[part, None]).squeeze(1)
-            if entropy_N is not None:
-                entropy_N[part] = _entropy(log_cV)
+            exp_cV = _shifted_logits(hidden_ND[part], head_VD, temperature_N[part], kept, part)
+            own_c1 = exp_cV.gather(1, targets_N[part, None])
+            shifted_cV = exp_cV.clone() if entropy_N is not None else None
+            sum_c1 = exp_cV.exp_().sum(-1, keepdim=True)
+            logprobs_N[part] = (own_c1 - sum_c1.log()).squeeze(1)
+            if entropy_N is not None and shifted_cV is not None:
+                mean_c1 = _finite(shifted_cV).mul_(exp_cV).sum(-1, keepdim=True) / sum_c1
+                entropy_N[part] = (sum_c1.log() - mean_c1).squeeze(1)
         return logprobs_N, entropy_N
 
     @staticmethod
@@ -146,18 +150,22 @@ class _ActionLogprobs(torch.autograd.Function):
         accum = temperature_N.dtype
         grad_hidden = torch.zeros_like(hidden_ND) if need_hidden else None
         grad_head = head_VD.new_zeros(head_VD.shape, dtype=accum) if need_head else None
+        grad_N = torch.zeros_like(temperature_N) if grad_N is None else grad_N
         for start in range(0, len(targets_N), ctx.chunk):
             part = slice(start, min(start + ctx.chunk, len(targets_N)))
-            log_cV = _log_probs(hidden_ND[part], head_VD, temperature_N[part], ctx.kept, part)
-            probs_cV = log_cV.exp()
-            grad_cV = torch.zeros_like(probs_cV)
-            if grad_N is not None:  # of log p(target): onehot - p
-                grad_cV -= probs_cV * grad_N[part, None]
-                grad_cV.scatter_add_(1, targets_N[part, None], grad_N[part, None])
-            if grad_entropy_N is not None:  # of the entropy: -p (log p + entropy)
-                surprise_cV = torch.where(probs_cV > 0, log_cV, 0.0) + _entropy(log_cV)[:, None]
-                grad_cV -= grad_entropy_N[part, None] * probs_cV * surprise_cV
-            grad_cV /= temperature_N[part, None]
+            heat_c1, own_c1 = temperature_N[part, None], grad_N[part, None]
+            grad_cV = _shifted_logits(hidden_ND[part], head_VD, temperature_N[part], ctx.kept, part)
+            log_cV = grad_cV.clone() if grad_entropy_N is not None else None
+            sum_c1 = grad_cV.exp_().sum(-1, keepdim=True)
+            grad_cV.div_(sum_c1)  # the probabilities, in place
+            if grad_entropy_N is None or log_cV is None:
+                grad_cV.mul_(-own_c1 / heat_c1)
+            else:  # of log p(target): onehot - p; of the entropy: -p (log p + entropy)
+                _finite(log_cV.sub_(sum_c1.log()))
+                entropy_c1 = -(grad_cV * log_cV).sum(-1, keepdim=True)
+                log_cV.add_(entropy_c1).mul_(grad_entropy_N[part, None]).add_(own_c1)
+                grad_cV.mul_(log_cV).div_(-heat_c1)
+            grad_cV.scatter_add_(1, targets_N[part, None], own_c1 / heat_c1)
             if grad_hidden is not None:
                 grad_hidden[part] = _times(grad_cV.to(head_VD.dtype), head_VD, accum).to(grad_hidden.dtype)
             if grad_head is not None:
@@ -165,17 +173,19 @@ class _ActionLogprobs(torch.autograd.Function):
         return grad_hidden, None if grad_head is None else grad_head.to(head_VD.dtype), None, None, None, None, None
 
 
-def _log_probs(hidden_cD: Tensor, head_VD: Tensor, temperature_c: Tensor, kept: Kept | None, part: slice) -> Tensor:
-    """log softmax of a chunk, [c, V]; -inf where an id was not kept."""
-    logits_cV = _times(hidden_cD, head_VD.T, temperature_c.dtype) / temperature_c[:, None]
+def _shifted_logits(
+    hidden_cD: Tensor, head_VD: Tensor, temperature_c: Tensor, kept: Kept | None, part: slice
+) -> Tensor:
+    """A chunk's logits over temperature, [c, V], less each row's largest; -inf where an id was not kept."""
+    logits_cV = _times(hidden_cD, head_VD.T, temperature_c.dtype).div_(temperature_c[:, None])
     if kept is not None:
         logits_cV.masked_fill_(~kept.mask(part.start, part.stop, len(head_VD)), float("-inf"))
-    return logits_cV.log_softmax(-1)
+    return logits_cV.sub_(logits_cV.amax(-1, keepdim=True))
 
 
-def _entropy(log_cV: Tensor) -> Tensor:
-    probs_cV = log_cV.exp()
-    return -(probs_cV * torch.where(probs_cV > 0, log_cV, 0.0)).sum(-1)
+def _finite(log_cV: Tensor) -> Tensor:
+    """In place: a probability of 0 times its logarithm is then 0."""
+    return log_cV.clamp_min_(torch.finfo(log_cV.dtype).min)
 
 
 def _times(a: Tensor, b: Tensor, accum: torch.dtype) -> Tensor:

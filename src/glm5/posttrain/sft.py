@@ -20,7 +20,7 @@ from typing import Any
 from glm5.model.config import ModelConfig
 from glm5.model.glm5 import GLM5
 from glm5.model.weights import load_model
-from glm5.posttrain.chat_data import ChatData, MixedLoader, Source, TooLong, prepare_chat
+from glm5.posttrain.chat_data import ChatData, ChatDataset, MixedLoader, Source, TooLong, prepare_chat
 from glm5.text.tokenizer import Tokenizer, load_tokenizer
 from glm5.train.config import TrainConfig
 from glm5.train.evaluate import held_out
@@ -29,10 +29,11 @@ from glm5.train.prepare import Say
 from glm5.train.rows import check_stage
 from glm5.train.schedule import BatchWarmup, LearningRate
 from glm5.train.sparsify import keep_weights
+from glm5.utils.config_io import to_dict
 from glm5.utils.devices import resolve_device
-from glm5.utils.errors import ConfigError
+from glm5.utils.errors import CheckpointError, ConfigError
 from glm5.utils.files import exclusive, read_json, require_writable, write_json
-from glm5.utils.runlog import keep_config
+from glm5.utils.runlog import CONFIG, refuse_changes
 
 # What a resumed run may change, beside its stage's `MAY_DIFFER`: where things lie, and how much is measured.
 ALSO_MAY_DIFFER = {"run", "checkpoint", "held_out", "held_out_rows", "dry_run"}
@@ -106,13 +107,10 @@ class Tuned:
 
 
 def resolve(config: SftConfig) -> tuple[SftConfig, ModelConfig]:
-    """The configuration with its device, and the stage and MTP depths that its model allows.
-
-    A sparse model trains with its selection, and its indexers on the KL, where a row is longer than what they select;
-    on shorter rows nothing is left out, and the stage is the dense one.
+    """The configuration with its device and the MTP depths that its model allows, and the model's own.
 
     Raises:
-        UserError: the checkpoint cannot be used.
+        UserError: the checkpoint cannot be used, or there is no data.
     """
     if not config.checkpoint:
         raise ConfigError("checkpoint", "", "must name the model's directory: glm5 sft CHECKPOINT --data FILE ...")
@@ -120,14 +118,25 @@ def resolve(config: SftConfig) -> tuple[SftConfig, ModelConfig]:
         raise ConfigError(
             "data", (), "must name at least one JSONL file of conversations: --data FILE [FILE=RATIO ...]"
         )
+    path = Path(config.checkpoint)
+    if (path / "model" / "config.json").is_file():
+        raise CheckpointError(f"{path} is a run, not a model", f"Give its model, {path / 'model'}")
     model = ModelConfig.load(config.checkpoint)
     if config.seq_len > model.max_position_embeddings:
         rule = f"must be at most max_position_embeddings={model.max_position_embeddings}"
         raise ConfigError("seq_len", config.seq_len, rule)
-    sparse = model.sparse and config.seq_len > model.index_topk
     depths = config.train.mtp_depths if model.num_nextn_predict_layers else 0
-    training = replace(config.train, stage="sparse" if sparse else "pretrain", mtp_depths=depths)
-    return replace(config, device=resolve_device(config.device), train=training), model
+    return replace(config, device=resolve_device(config.device), train=replace(config.train, mtp_depths=depths)), model
+
+
+def staged(config: SftConfig, model: ModelConfig, dataset: ChatDataset) -> SftConfig:
+    """The configuration with the stage that suits model and rows.
+
+    A sparse model trains with its selection, and its indexers on the KL, where rows are longer than what they select;
+    on shorter rows nothing is left out, and the stage is the dense one.
+    """
+    sparse = model.sparse and dataset.seq_len > model.index_topk
+    return replace(config, train=replace(config.train, stage="sparse" if sparse else "pretrain"))
 
 
 def sft(config: SftConfig, say: Say = print) -> Tuned:
@@ -139,21 +148,24 @@ def sft(config: SftConfig, say: Say = print) -> Tuned:
     Raises:
         UserError: see `load_model`, `prepare_chat`, `Trainer` and `Trainer.run`.
     """
-    config, _ = resolve(config)
+    config, shape = resolve(config)
     run = require_writable(config.run)
     with exclusive(run / ".sft.lock"):
         tokenizer = load_tokenizer(config.checkpoint)
         begun = (run / "checkpoints").exists()
         if begun:
-            keep_config(run, config, begun=True, may_differ=MAY_DIFFER | ALSO_MAY_DIFFER)
+            began = read_json(run / CONFIG)  # what differs is said before the data is looked at
+            refuse_changes(began, to_dict(config), MAY_DIFFER | ALSO_MAY_DIFFER | {"stage"})
         keep_weights(config.checkpoint, run / "weights.json", begun=begun)
         data = conversations(config, tokenizer, run / "data", begun=begun)
-        for line in describe(config, data):
+        dataset = data.dataset(config.seq_len, 1 + config.train.mtp_depths)
+        config = staged(config, shape, dataset)
+        for line in describe(config, data, dataset):
             say(line)
         model = load_model(config.checkpoint, device=config.device, dtype="float32")
         measure = Measure(config, tokenizer, run, begun)
         measure("before", model, say)
-        trainer = train(config, data, model, run)
+        trainer = train(config, dataset, model, run)
         say(f"export    {run / 'model'}")
         trainer.export(run / "model", tokenizer=tokenizer)
         measure("after", trainer.model, say)
@@ -183,9 +195,8 @@ def conversations(config: SftConfig, tokenizer: Tokenizer, directory: Path, *, b
     )
 
 
-def describe(config: SftConfig, data: ChatData) -> list[str]:
+def describe(config: SftConfig, data: ChatData, dataset: ChatDataset) -> list[str]:
     """What will be trained on, a line a file."""
-    dataset = data.dataset(config.seq_len, 1 + config.train.mtp_depths)
     loader = MixedLoader(dataset, {s.path: s.ratio for s in config.sources}, config.train.seed)
     batch, steps = config.train.batch, config.train.steps
     samples = 0
@@ -197,17 +208,16 @@ def describe(config: SftConfig, data: ChatData) -> list[str]:
         counts, share = data.counts[path], loader.mixture.shares[path]
         dropped = f", {counts['too_long']:,} too long and left out" if counts["too_long"] else ""
         lines.append(
-            f"data      {path}: {counts['conversations']:,} conversations{dropped} in {last - first:,} rows; "
-            f"{share:.0%} of the mixture, {passes[path]:.3g} passes"
+            f"data      {path}: {counts['conversations']:,} conversations{dropped} in {last - first:,} rows of "
+            f"{dataset.seq_len:,}; {share:.0%} of the mixture, {passes[path]:.3g} passes"
         )
     store = data.store
     lines.append(f"          {store.targets:,} of {store.tokens:,} tokens are learned")
     return lines
 
 
-def train(config: SftConfig, data: ChatData, model: GLM5, run: Path) -> Trainer:
+def train(config: SftConfig, dataset: ChatDataset, model: GLM5, run: Path) -> Trainer:
     """The training itself, in `run`."""
-    dataset = data.dataset(config.seq_len, 1 + config.train.mtp_depths)
     check_stage(config.train, model.config, dataset)
     loader = MixedLoader(dataset, {s.path: s.ratio for s in config.sources}, config.train.seed)
     trainer = Trainer(config.train, model, loader, run)
