@@ -8,7 +8,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from glm5.serve.race import exponentials, figures, noise_key, race
+from glm5.model.noise import exponentials, noise_key
+from glm5.serve.race import figures, race
 from glm5.serve.request import SamplingParams
 
 CPU = torch.device("cpu")

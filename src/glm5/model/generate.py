@@ -5,6 +5,7 @@ For one sequence, on any device, with nothing but the model. Read next: `specula
 
 from __future__ import annotations
 
+import secrets
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
@@ -48,8 +49,8 @@ def generate(
         max_new_tokens: by default whatever the context (`max_position_embeddings`) has room for.
         temperature, top_p, top_k, min_p: see `Sampling`; temperature 0 is greedy.
         vocab_size: the tokenizer's, where the model's is padded: no id from there on is ever chosen.
-        seed: of the draws; None takes one from the system. Drafting changes which numbers are drawn, so the same
-            seed with another `speculate` gives another, equally distributed text.
+        seed: of the draws; None takes one from the system. The same seed gives the same text, with drafts or without,
+            here and from an engine.
         stop_ids: by default the configuration's `eos_token_id`.
         speculate: drafts per step from the MTP block; 0 decodes plainly.
         sparse: DSA; False attends to everything; None is what the model was trained for.
@@ -82,16 +83,12 @@ def generate(
         raise UserError(f"seed={seed}", "must be an integer of 64 bits")
     if speculate > 0 and model.config.num_nextn_predict_layers == 0:
         raise UserError(f"speculate={speculate}: this model has no MTP block to draft with", "Use 0")
-    generator = torch.Generator(device=model.device)
-    if seed is None:
-        generator.seed()
-    else:
-        generator.manual_seed(seed)
+    seed = secrets.randbits(63) if seed is None else seed
     plan = _Plan(
         limit=room if max_new_tokens is None else min(room, max_new_tokens),
         stop=frozenset(model.config.eos_token_id) if stop_ids is None else _stops(stop_ids, model.config.vocab_size),
         sampling=Sampling(temperature, top_p, top_k, min_p, vocab_size),
-        generator=generator,
+        seed=seed if seed < 2**63 else seed - 2**64,
         speculate=speculate,
         sparse=model.config.sparse if sparse is None else sparse,
     )
@@ -103,7 +100,7 @@ class _Plan:
     limit: int
     stop: frozenset[int]
     sampling: Sampling
-    generator: torch.Generator
+    seed: int
     speculate: int
     sparse: bool
 
@@ -149,7 +146,7 @@ def _stream(
     start, emitted = cache.uniform or 0, 0
     try:
         logits_NV = _prefill(model, ids, cache, plan)
-        block: list[int] = plan.sampling.draw(logits_NV, plan.generator).tolist()
+        block: list[int] = plan.sampling.draw(logits_NV, plan.seed, 0).tolist()
         while True:
             if logprobs is not None:
                 block_logprobs = _logprobs(logits_NV, block)
@@ -161,7 +158,7 @@ def _stream(
                 if token in plan.stop or emitted == plan.limit:
                     return
             drafts = min(plan.speculate, plan.limit - emitted - 1)
-            block, logits_NV = _step(model, cache, block[-1], drafts, plan, stats)
+            block, logits_NV = _step(model, cache, block[-1], emitted, drafts, plan, stats)
     finally:
         # A block may have been cut by a stop id or by the caller: leave what was yielded, less the last.
         cache.crop(start + len(ids) + emitted - 1 if emitted else start)
@@ -178,17 +175,17 @@ def _prefill(model: GLM5, ids: list[int], cache: Cache, plan: _Plan) -> Tensor:
 
 
 def _step(
-    model: GLM5, cache: Cache, last: int, drafts: int, plan: _Plan, stats: SpeculationStats | None
+    model: GLM5, cache: Cache, last: int, position: int, drafts: int, plan: _Plan, stats: SpeculationStats | None
 ) -> tuple[list[int], Tensor]:
     """The next ids, at least one, and the logits that each follows from. `last` is not in the cache yet."""
     if drafts > 0:
         return speculative_step(
-            model, cache, last, drafts, plan.sampling, plan.generator, sparse=plan.sparse, stats=stats
+            model, cache, last, drafts, plan.sampling, plan.seed, position, sparse=plan.sparse, stats=stats
         )
     out = model(torch.tensor([[last]], device=model.device), cache=cache, sparse=plan.sparse)
     if plan.speculate:  # the last token before the limit: no draft, but a later call may go on from here
         follow(model, cache, out.hidden, [last], sparse=plan.sparse)
-    return plan.sampling.draw(out.logits[0], plan.generator).tolist(), out.logits[0]
+    return plan.sampling.draw(out.logits[0], plan.seed, position).tolist(), out.logits[0]
 
 
 def _logprobs(logits_NV: Tensor, ids: list[int]) -> list[float]:

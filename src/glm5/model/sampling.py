@@ -1,6 +1,6 @@
-"""From logits to a token: temperature, top-k, top-p and min-p in fp32, from a generator of its own.
+"""From logits to a token: temperature, top-k, top-p and min-p in fp32, with the noise of a seed and a position.
 
-The truncated distribution is an explicit tensor, because exact speculative sampling compares two of them. What
+A draw is a race: of exponentially distributed E_i, the id of largest p_i / E_i wins, with probability p_i. What
 truncation keeps is decided by `kept`, one row at a time, for one sequence and for an engine's batch alike.
 Read next: `generate`, `speculate`.
 """
@@ -13,6 +13,7 @@ from math import isfinite
 import torch
 from torch import Tensor
 
+from glm5.model.noise import exponentials, noise_key
 from glm5.utils.errors import NumericalError, UserError
 
 PREFIX = 1024  # the most probable ids of a row that are sorted at first
@@ -83,13 +84,15 @@ class Sampling:
             probs = probs / probs.sum(-1, keepdim=True)
         return probs
 
-    def draw(self, logits_NV: Tensor, generator: torch.Generator) -> Tensor:
-        """One id per row, int64 [N]. Greedy touches no random state."""
+    def draw(self, logits_NV: Tensor, seed: int, position: int) -> Tensor:
+        """One id per row, int64 [N]: row i with the noise of `position` + i, which greedy does not need."""
         if self.greedy:
             best_N, id_N = logits_NV[:, : self.vocab_size].float().max(-1)
             _check_finite(best_N)
             return id_N
-        return draw(self.probs(logits_NV), generator)
+        probs_NV = self.probs(logits_NV)
+        keys = [noise_key(seed, 0, position + i) for i in range(len(probs_NV))]
+        return (probs_NV / exponentials(keys, probs_NV.shape[1], probs_NV.device)).argmax(-1)
 
 
 def kept(probs_NV: Tensor, top_k_N: Tensor, top_p_N: Tensor, min_p_N: Tensor) -> Tensor:
@@ -130,11 +133,6 @@ def _cut(probs_NV: Tensor, most_N: Tensor, top_p_N: Tensor, width: int) -> tuple
     size_N = (inside_NW & short_NW).sum(-1)
     final_N = (most_N <= width) | ((most_N == vocab) & (size_N < width))
     return size_N, sorted_NW.gather(-1, size_N[:, None] - 1)[:, 0], final_N
-
-
-def draw(probs_NV: Tensor, generator: torch.Generator) -> Tensor:
-    """One id per row of a distribution, int64 [N]."""
-    return torch.multinomial(probs_NV, 1, generator=generator).squeeze(-1)
 
 
 def _check_finite(best_N: Tensor) -> None:

@@ -4,12 +4,15 @@
                                                MTP at slot L reads (its own output, d1)   -> draft 2, and so on
     trunk reads [t, d1 .. dk] in one call   -> accepts the first j drafts and adds one token of its own
 
-Greedy drafts are accepted while they equal the trunk's choice. Sampled drafts are accepted with probability
-min(1, p / q), and the first rejected one is drawn again from max(p - q, 0), which leaves exactly the trunk's
-distribution p (Leviathan et al., 2023). After a verification the cache is cropped to what was accepted, and the MTP
-layer's slots are written again from the trunk's own hidden states, in the same call that makes the next draft 1.
-The equality holds up to rounding: a call of k + 1 tokens may round otherwise than k + 1 calls, and where two tokens
-tie that closely, either may win. Source: report section 2.1 (parameter-shared MTP). Read next: `generate`.
+Drafts are accepted while they equal the trunk's choice. That choice is a draw with the noise of its position, whatever
+the drafts are, so the text is that of plain decoding, greedy or sampled. Drafts are drawn from the block's distribution
+q with the same noise, and are right with a probability of at least (1 - d) / (1 + d), d being the total variation
+between p and q (Daliri et al., 2025). The engine's rule is the same (`glm5.serve.sampler`).
+
+After a verification the cache is cropped to what was accepted, and the MTP layer's slots are written again from the
+trunk's own hidden states, in the same call that makes the next draft 1. The equality holds up to rounding: a call of
+k + 1 tokens may round otherwise than k + 1 calls, and where two tokens tie that closely, either may win. Source: report
+section 2.1 (parameter-shared MTP). Read next: `generate`.
 """
 
 from __future__ import annotations
@@ -21,7 +24,7 @@ from torch import Tensor
 
 from glm5.model.cache import Cache, DraftPlace
 from glm5.model.glm5 import GLM5
-from glm5.model.sampling import Sampling, draw
+from glm5.model.sampling import Sampling
 
 # Tokens that may wait for the next draft's call: more are a prompt's chunk, whose call is better made at once.
 WAITING_AT_MOST = 16
@@ -79,56 +82,26 @@ def follow(model: GLM5, cache: Cache, hidden_1TD: Tensor, ids: list[int], *, spa
 
 
 def propose(
-    model: GLM5, cache: Cache, next_id: int, k: int, sampling: Sampling, generator: torch.Generator, *, sparse: bool
-) -> tuple[Tensor, Tensor | None]:
-    """k drafts of what comes after `next_id`, which itself follows the cache's tokens.
+    model: GLM5, cache: Cache, next_id: int, k: int, sampling: Sampling, seed: int, position: int, *, sparse: bool
+) -> Tensor:
+    """k drafts of what comes after `next_id`, which itself follows the cache's tokens: int64 [1, k].
 
-    Returns:
-        ids int64 [1, k], and the distributions fp32 [k, V] that they were drawn from (None if greedy).
+    Args:
+        position: of the first of them among the ids that are drawn with this seed.
     """
     place, held = cache.draft, _held(cache)
     assert place is not None
     assert place.end == held
     step_ids = torch.tensor([(*place.ids, next_id)], device=model.device)
     hidden, start = place.hidden_1ND, place.filled
-    ids, probs = [], []
-    for _ in range(k):
+    ids = []
+    for i in range(k):
         hidden = model.draft_hidden(hidden, step_ids, cache, start, first=place.first, sparse=sparse)[:, -1:]
         start += step_ids.shape[1]
-        logits_1V = model.lm_head(hidden[:, -1])
-        if sampling.greedy:
-            step_ids = logits_1V[:, : sampling.vocab_size].argmax(-1, keepdim=True)
-        else:
-            probs.append(sampling.probs(logits_1V))
-            step_ids = draw(probs[-1], generator)[None]
+        step_ids = sampling.draw(model.lm_head(hidden[:, -1]), seed, position + i)[None]
         ids.append(step_ids)
     cache.draft = DraftPlace(place.first, held, hidden[:, :0], ())
-    return torch.cat(ids, dim=1), torch.cat(probs) if probs else None
-
-
-def accept_sampled(target_NV: Tensor, draft_KV: Tensor, drafts: list[int], generator: torch.Generator) -> list[int]:
-    """Exact rejection sampling.
-
-    Args:
-        target_NV: the trunk's distributions at the K drafts and after the last, N = K + 1. draft_KV: those that
-            the drafts were drawn from. drafts: K ids.
-
-    Returns:
-        The accepted drafts and one token more. Every position is distributed as `target_NV` says.
-    """
-    k = len(drafts)
-    at = torch.arange(k, device=target_NV.device)
-    index = torch.tensor(drafts, device=target_NV.device)
-    p_K, q_K = target_NV[at, index], draft_KV[at, index]
-    # u < p / q, without the division: a draft has q > 0, and p = 0 is never accepted.
-    taken = (torch.rand(k, generator=generator, device=target_NV.device) * q_K < p_K).tolist()
-    j = taken.index(False) if False in taken else k
-    rest_V = target_NV[j]
-    if j < k:
-        excess_V = (rest_V - draft_KV[j]).clamp(min=0)
-        # A rejection means that q > p somewhere, so p > q elsewhere; only rounding can leave nothing.
-        rest_V = torch.where(excess_V.sum() > 0, excess_V, rest_V)
-    return [*drafts[:j], int(draw(rest_V[None], generator))]
+    return torch.cat(ids, dim=1)
 
 
 def speculative_step(
@@ -137,7 +110,8 @@ def speculative_step(
     next_id: int,
     k: int,
     sampling: Sampling,
-    generator: torch.Generator,
+    seed: int,
+    position: int,
     *,
     sparse: bool = True,
     stats: SpeculationStats | None = None,
@@ -148,18 +122,14 @@ def speculative_step(
         1 to k + 1 new ids, and the trunk's logits [that many, V] from which each follows.
     """
     held = _held(cache)
-    drafts_1K, q_KV = propose(model, cache, next_id, k, sampling, generator, sparse=sparse)
+    drafts_1K = propose(model, cache, next_id, k, sampling, seed, position, sparse=sparse)
     drafts: list[int] = drafts_1K[0].tolist()
     block = torch.cat((drafts_1K.new_tensor([[next_id]]), drafts_1K), dim=1)
     out = model(block, cache=cache, sparse=sparse)
     logits_NV = out.logits[0]
-    if q_KV is None:
-        target = sampling.draw(logits_NV, generator).tolist()
-        j = next((i for i in range(k) if drafts[i] != target[i]), k)
-        new = target[: j + 1]
-    else:
-        new = accept_sampled(sampling.probs(logits_NV), q_KV, drafts, generator)
-        j = len(new) - 1
+    target = sampling.draw(logits_NV, seed, position).tolist()
+    j = next((i for i in range(k) if drafts[i] != target[i]), k)
+    new = target[: j + 1]
     cache.crop(held + 1 + j)
     follow(model, cache, out.hidden[:, : j + 1], [next_id, *drafts[:j]], sparse=sparse)
     if stats is not None:

@@ -26,9 +26,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from glm5.model.noise import noise_key
 from glm5.serve.answer import Marks, Phase, SamplerState
 from glm5.serve.grammar import Grammar, GrammarCompiler
-from glm5.serve.race import figures, noise_key, race, truncates
+from glm5.serve.race import figures, race, truncates
 from glm5.serve.request import Constraint, Finish, Request, SamplingParams, TokenInfo
 from glm5.serve.stops import StopMatcher
 from glm5.text.tokenizer import Tokenizer
