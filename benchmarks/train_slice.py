@@ -41,6 +41,8 @@ def build(layers: int, experts: int) -> GLM5:
         n_routed_experts=experts,
         num_nextn_predict_layers=0,
         vocab_size=32768,
+        eos_token_id=(0,),
+        pad_token_id=0,
     )
     with torch.device("meta"):
         model = GLM5(config, seed=None).to(torch.bfloat16)

@@ -125,6 +125,13 @@ def test_linear_cross_entropy(blocks: int, monkeypatch: pytest.MonkeyPatch) -> N
     assert _error(dhead, wide[1].grad) < TOLERANCE
 
 
+def test_scaling_rounds_once() -> None:
+    x, factor = _random(3, 700, seed=1), torch.tensor(1 / 4095, device=DEVICE)
+    scaled = fast_cross_entropy.scaled(x, factor, DTYPE)
+    assert torch.equal(scaled, (x.float() * factor).to(DTYPE))
+    assert torch.equal(fast_cross_entropy.scaled(x[:, ::2].float(), factor, DTYPE), scaled[:, ::2])
+
+
 def test_linear_cross_entropy_without_gradients_takes_no_weights() -> None:
     hidden, head = _random(5, 16, seed=1), _random(70, 16, seed=2)
     head[7] = 40.0 * hidden[0]  # one logit far above the rest

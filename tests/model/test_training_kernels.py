@@ -1,9 +1,11 @@
-"""A training step at GLM-5's attention widths by the fast operators, against the specifications, on a GPU.
+"""A training step at GLM-5's attention widths by the fast operators: as near to fp32 as the specifications in bf16.
 
 Skips without a Hopper GPU. Read next: `tests/kernels/test_sparse_mla_backward.py`.
 """
 
 from __future__ import annotations
+
+import copy
 
 import pytest
 import torch
@@ -30,8 +32,8 @@ def _model() -> GLM5:
         q_lora_rank=256,
         intermediate_size=768,
         moe_intermediate_size=256,
-        n_routed_experts=8,
-        num_experts_per_tok=2,
+        n_routed_experts=4,
+        num_experts_per_tok=4,  # every expert: a near tie of two would be another model
         index_topk=128,
         num_nextn_predict_layers=0,
         eos_token_id=(0,),
@@ -80,10 +82,11 @@ def test_a_step_by_kernels_agrees_with_the_specifications(sparse: bool, monkeypa
     wanted |= {"cuda.sparse_mla_backward", "triton.indexer_loss"} if sparse else {"triton.indexer_warmup"}
     assert wanted <= used
     monkeypatch.setenv("GLM5_KERNELS", "torch")
-    expected, expected_gradients = _step(model, ids, sparse, replay)
-    for ours, reference in zip(numbers, expected, strict=True):
-        torch.testing.assert_close(ours, reference, rtol=2e-2, atol=1e-2)
-    assert gradients.keys() == expected_gradients.keys()
-    for name, reference in expected_gradients.items():
-        error = (gradients[name] - reference).norm() / reference.norm().clamp(min=1e-12)
-        assert error < 0.06, f"{name}: {error:.3f}"  # both are bf16 throughout; each is this far from fp32
+    plain, plain_gradients = _step(model, ids, sparse, replay)
+    exact, exact_gradients = _step(copy.deepcopy(model).float(), ids, sparse, replay)
+    for ours, theirs, wanted in zip(numbers, plain, exact, strict=True):
+        assert (ours - wanted).abs().max() <= 1.3 * (theirs - wanted).abs().max() + 1e-2 * wanted.abs().max()
+    assert gradients.keys() == exact_gradients.keys()
+    for name, wanted in exact_gradients.items():
+        ours, theirs = ((g[name] - wanted).norm() / wanted.norm() for g in (gradients, plain_gradients))
+        assert ours <= 1.3 * theirs + 0.01, f"{name}: {ours:.3f} from fp32, the specification in bf16 {theirs:.3f}"

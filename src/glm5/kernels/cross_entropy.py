@@ -133,7 +133,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
             return (None,) * 6
         # Never in place: the graph may be kept and walked again. Straight into the input's dtype, with no fp32 copy.
         saved = zip(ctx.saved_tensors, ctx.dtypes, strict=True)
-        scaled = [g if g is None else torch.mul(g, grad_loss, out=torch.empty_like(g, dtype=d)) for g, d in saved]
+        scaled = [g if g is None else _scaled(g, grad_loss, d) for g, d in saved]
         return (*scaled, None, None, None, None)
 
 
@@ -211,6 +211,14 @@ def _forward(
             if grad_weight_VD is not None:
                 product(error_cV.T, (hidden_cD * row_c1).to(operand), out=grad_weight_VD, add=True)
     return _Run(logprobs_N, entropy_N, argmax_N, grad_hidden_ND, grad_weight_VD)
+
+
+def _scaled(grad: Tensor, factor: Tensor, dtype: torch.dtype) -> Tensor:
+    fast = pick("scaled", grad)
+    if fast is not None:
+        found: Tensor = fast(grad, factor, dtype)
+        return found
+    return torch.mul(grad, factor, out=torch.empty_like(grad, dtype=dtype))
 
 
 def product(a: Tensor, b: Tensor, *, out: Tensor, add: bool = False) -> None:

@@ -246,6 +246,10 @@ def _newton_schulz(x_NAB: Tensor) -> str | None:
     return _plain_bf16(x_NAB)
 
 
+def _scaled(x: Tensor) -> str | None:
+    return "works in float32" if x.dtype == torch.float64 else None
+
+
 def trains_absorbed(rows: Tensor, value: int) -> bool:
     """Whether sparse attention over these latent rows [B, S, X] has a fast gradient in the absorbed form."""
     fits = rows.is_cuda and rows.dtype == torch.bfloat16 and (rows.shape[-1], value) == (576, 512)
@@ -382,6 +386,7 @@ OPERATORS: dict[str, tuple[Fast, ...]] = {
     "linear_cross_entropy": (
         Fast("triton.cross_entropy", _triton, _train_rows, _load_training("linear_cross_entropy")),
     ),
+    "scaled": (Fast("triton.scaled", _triton, _scaled, _load_training("scaled")),),
     "newton_schulz": (Fast("triton.newton_schulz", _both, _newton_schulz, _load_training("newton_schulz")),),
 }
 

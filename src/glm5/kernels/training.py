@@ -97,6 +97,13 @@ def linear_cross_entropy(
     )
 
 
+def scaled(x: Tensor, factor: Tensor, dtype: torch.dtype) -> Tensor:
+    """x * factor in fp32, rounded once to dtype."""
+    from glm5.kernels.triton import cross_entropy
+
+    return cross_entropy.scaled(x, factor, dtype)
+
+
 def newton_schulz(x_NAB: Tensor, steps: int, coefficients: tuple[float, float, float]) -> Tensor:
     """The iteration of `newton_schulz.newton_schulz` on scaled matrices with A <= B."""
     from glm5.kernels.triton import newton_schulz as kernels

@@ -63,6 +63,22 @@ def _differentiate(
     tl.store(here, (p * tl.load(weight_ptr + row)).to(kept_ptr.dtype.element_ty), mask=at < width)
 
 
+@triton.jit
+def _scale(x_ptr, factor_ptr, out_ptr, count, BLOCK: tl.constexpr):
+    at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    x = tl.load(x_ptr + at, mask=at < count, other=0.0).to(tl.float32)
+    tl.store(out_ptr + at, (x * tl.load(factor_ptr)).to(out_ptr.dtype.element_ty), mask=at < count)
+
+
+def scaled(x: Tensor, factor: Tensor, dtype: torch.dtype) -> Tensor:
+    """x times a factor on the device, in fp32, rounded once: torch would round the factor to x's dtype first."""
+    x, factor = x.contiguous(), factor.float()
+    out = torch.empty(x.shape, dtype=dtype, device=x.device)
+    if x.numel():
+        _scale[(triton.cdiv(x.numel(), 4096),)](x, factor, out, x.numel(), BLOCK=4096, num_warps=8)
+    return out
+
+
 def linear_cross_entropy(
     hidden_ND: Tensor,
     weight_VD: Tensor,
