@@ -21,6 +21,7 @@ from glm5.model.presets import nano
 from glm5.parallel import muon
 from glm5.parallel.holdings import Holdings
 from glm5.parallel.muon import Matrix, MuonExchange, assign, newton_schulz_operations, pieces_of
+from glm5.parallel.shard import parallelize, whole
 from glm5.train import optim, spread
 from glm5.train.optim import MuonSplit, clip_grad_norm, parameter_roles
 from glm5.utils.errors import NumericalError, UserError
@@ -312,6 +313,35 @@ def _real_fsdp(world):
 def test_fsdps_own_layout_masters_late_gradients_resume_elsewhere_and_norms():
     norms = run_ranks(4, "dp=4", _real_fsdp)
     assert len(set(norms)) == 1
+
+
+def _tensor_and_expert_parallel(world):
+    """The layouts of a mesh: tensor parallel under FSDP, experts over their own axis."""
+    config = CONFIG.replace(moe_intermediate_size=10)
+    models = [GLM5(config, seed=3), parallelize(GLM5(config, seed=3), world)]
+    optimizers = []
+    for model, group in zip(models, (None, world.group("stage")), strict=True):
+        roles = parameter_roles(model, config)
+        holdings = None if group is None else Holdings([r.parameter for r in roles], group)
+        optimizers.append(MuonSplit(roles, 0.01, holdings=holdings))
+        _train(model, optimizers[-1])
+    for (name, p), (also, q) in zip(models[0].named_parameters(), models[1].named_parameters(), strict=True):
+        assert name == also
+        assert torch.equal(whole(q).detach(), p.detach()), name
+    state = optimizers[1].named_state()
+    for name, t in optimizers[0].named_state().items():
+        assert torch.equal(whole(state[name]), t), name
+    # Every rank has its own experts and heads; the rest is spread.
+    exchange = optimizers[1]._spread.exchange
+    assert exchange.communicates
+    return exchange.loads()
+
+
+@pytest.mark.parametrize("mesh", ["dp=2,tp=2,ep=2", "dp=4,ep=2,shard=2"])
+def test_on_the_layouts_of_meshes(mesh):
+    found = run_ranks(4, mesh, _tensor_and_expert_parallel)
+    assert all(loads == found[0] for loads in found)  # one plan on all
+    assert max(found[0]) < 2 * sum(found[0]) / 4
 
 
 # --------------------------------------------------------------------------- the planner, without processes
