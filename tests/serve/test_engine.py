@@ -319,7 +319,7 @@ def test_weights_that_do_not_fit_change_nothing(model: GLM5, tmp_path: Path) -> 
 # --------------------------------------------------------------------------- memory
 def held(engine: Engine) -> int:
     """Bytes of weights and of pages on the device."""
-    tensors = [*engine.model.state_dict().values(), *engine._pages()]
+    tensors = [*engine.model.state_dict().values(), *engine.cache.tensors()]
     return sum(t.untyped_storage().nbytes() for t in tensors)
 
 

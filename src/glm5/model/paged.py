@@ -78,6 +78,21 @@ class PagedCache:
             self.hidden.shape[-1] * self.hidden.element_size()
         )
 
+    def release(self) -> None:
+        """Give the device's memory back, and what was in it."""
+        for tensor in self.tensors():
+            tensor.untyped_storage().resize_(0)
+
+    def resume(self) -> None:
+        """Take it again, zeros."""
+        for tensor in self.tensors():
+            tensor.untyped_storage().resize_(tensor.numel() * tensor.element_size())
+            tensor.zero_()
+
+    def tensors(self) -> list[Tensor]:
+        """Those on the device, which hold pages."""
+        return [*(pool for layer in self.layers for pool in layer), self.hidden]
+
     def copy(self, kind: str, source: int, target: int) -> None:
         """Copy one page, all tensors: `to_host`, `to_device` or `within`, as `glm5.serve.pages.Copy` says."""
         device, host = (self.layers, self.hidden), (self._host_layers, self._host_hidden)
@@ -118,6 +133,7 @@ class PagedBatch:
         by_row: see `Part`; for few rows (`glm5.serve.invariant`).
 
     Attributes:
+        runs, first: as given.
         offsets: where each run's rows begin in the flat batch. order: the runs in the order of the batch.
         row_N: each row's place in a pool. ends_N: whether it is the last of a page.
         position_1N: rotary positions.
@@ -127,6 +143,7 @@ class PagedBatch:
 
     def __init__(self, cache: PagedCache, runs: Sequence[Run], *, first: int = 0, by_row: bool = False) -> None:
         self.cache, self.size, self.by_row = cache, cache.size, by_row
+        self.runs, self.first = runs, first
         device = cache.hidden.device
         members: dict[tuple[int, int], list[int]] = {}
         for i, run in enumerate(runs):

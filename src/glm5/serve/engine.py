@@ -20,7 +20,7 @@ import hashlib
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -29,7 +29,6 @@ from glm5.model.glm5 import GLM5
 from glm5.model.paged import PagedBatch, PagedCache, Run
 from glm5.model.speculate import SpeculationStats
 from glm5.model.trace import Trace
-from glm5.model.weights import disk_tensors
 from glm5.serve import invariant
 from glm5.serve.client import PauseMode, Stats, Unavailable, WeightGroup, WeightUpdate
 from glm5.serve.config import EngineConfig
@@ -90,17 +89,35 @@ class _Answer:
         return self.told, rows
 
 
+class Ranks(Protocol):
+    """What an engine needs of several ranks (`glm5.serve.ranks`) beside a model that runs on all of them.
+
+    Attributes:
+        weights: whose updates reach all. pages: `PagedCache` on all.
+    """
+
+    weights: WeightSource
+    pages: Callable[..., PagedCache]
+
+
 class Engine:
     """See the module.
 
     Args:
         model: in evaluation, on its device. tokenizer: needed for stop strings and constraints only.
+        ranks: where the model's parts are on several ranks, of which this is the one that decides.
 
     Raises:
         ConfigError: a setting is out of range, or the model has what pages cannot hold.
     """
 
-    def __init__(self, model: GLM5, config: EngineConfig | None = None, tokenizer: Tokenizer | None = None) -> None:
+    def __init__(
+        self,
+        model: GLM5,
+        config: EngineConfig | None = None,
+        tokenizer: Tokenizer | None = None,
+        ranks: Ranks | None = None,
+    ) -> None:
         config = config or EngineConfig()
         if config.drafts and not model.config.num_nextn_predict_layers:
             raise ConfigError("drafts", config.drafts, "this model has no MTP block to make them")
@@ -124,7 +141,8 @@ class Engine:
         self._untold: list[_Landed] = []
         self._thread: ThreadPoolExecutor | None = None
         self.weight_version = "0"
-        self._weights = WeightSource(model)
+        self._weights = WeightSource(model) if ranks is None else ranks.weights
+        self._new_pages = PagedCache if ranks is None else ranks.pages
         self._allocate()
 
     def _allocate(self) -> None:
@@ -139,7 +157,7 @@ class Engine:
             raise ConfigError("memory_gib", config.memory_gib, "holds no page")
         record = recorder_for(device) if config.cuda_graphs else None
         spare = record is not None  # a page that is nobody's, for padding
-        self.cache = PagedCache(self.model.config, pages + spare, config.host_pages, size=PAGE_SIZE, **options)
+        self.cache = self._new_pages(self.model.config, pages + spare, config.host_pages, size=PAGE_SIZE, **options)
         self._record(pages)
         self.pool = PagePool(pages, config.host_pages, page_size=PAGE_SIZE)
         self.tree = PrefixTree(self.pool, version=self.weight_version)
@@ -153,10 +171,6 @@ class Engine:
             drafts=config.drafts,
         )
         self._drafter = Drafter(self.model, self.cache, self._sampler) if config.drafts else None
-
-    def _pages(self) -> list[Tensor]:
-        """The tensors on the device that hold pages."""
-        return [*(pool for layer in self.cache.layers for pool in layer), self.cache.hidden]
 
     def _record(self, pages: int) -> None:
         """Begin to record decode steps, where that is possible."""
@@ -537,7 +551,7 @@ class Engine:
             raise UserError(f"no checksum: {self.resting}")
         return {
             name: hashlib.sha256(tensor.detach().cpu().contiguous().view(torch.uint8).numpy().tobytes()).hexdigest()
-            for name, tensor in disk_tensors(self.model)
+            for name, tensor in self._weights.tensors()
         }
 
     def release_memory(self, tags: tuple[str, ...]) -> None:
@@ -558,8 +572,7 @@ class Engine:
         if "weights" in tags:
             self._weights.release()
         if "kv_cache" in tags:
-            for tensor in self._pages():
-                tensor.untyped_storage().resize_(0)
+            self.cache.release()
         self._graphs = None
         self._released |= set(tags)
         if self.model.device.type == "cuda":
@@ -572,9 +585,7 @@ class Engine:
         if "weights" in back:
             self._weights.resume()
         if "kv_cache" in back:
-            for tensor in self._pages():
-                tensor.untyped_storage().resize_(tensor.numel() * tensor.element_size())
-                tensor.zero_()
+            self.cache.resume()
         self._released -= back
         if back and not self._released:
             self._record(self.pool.device.count)

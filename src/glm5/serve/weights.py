@@ -6,7 +6,7 @@ of their names, as slime and others do. Read next: `glm5.model.weights.assign_te
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from datetime import timedelta
 from pathlib import Path
 
@@ -17,7 +17,7 @@ from safetensors import SafetensorError
 from torch import Tensor
 
 from glm5.model.glm5 import GLM5
-from glm5.model.weights import assign_tensors, load_model, public_tensors
+from glm5.model.weights import assign_tensors, disk_tensors, load_model, public_tensors
 from glm5.serve.client import WeightGroup, WeightUpdate
 from glm5.utils.errors import CheckpointError, UserError
 
@@ -63,6 +63,10 @@ class WeightSource:
             assign_tensors(self.model, tensors)
             self.missing -= self._public(tensors.keys()) if self.missing else set()
         self.model.forget_joined()
+
+    def tensors(self) -> Iterator[tuple[str, Tensor]]:
+        """Every tensor by its public name."""
+        return disk_tensors(self.model)
 
     def release(self) -> None:
         """Give the memory of all weights back; what they were is lost."""
