@@ -31,6 +31,15 @@ def test_side_by_side_is_a_view_of_what_lies_behind_each_other() -> None:
     assert side_by_side(whole[:, :2], whole[:, 2:]) is None, "rows with gaps"
 
 
+def test_weights_made_in_inference_mode_stay_where_they_are() -> None:
+    with torch.inference_mode():
+        model = tiny_model()
+        expected = model(IDS).logits
+    model.lay_out()
+    with torch.inference_mode():
+        assert torch.equal(model(IDS).logits, expected)
+
+
 def test_laying_a_model_out_changes_no_value_and_no_name(tmp_path: Path) -> None:
     model = tiny_model()
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
