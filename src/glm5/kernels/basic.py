@@ -125,8 +125,11 @@ def swiglu(gate: Tensor, up: Tensor) -> Tensor:
 def lay_side_by_side(*weights: Tensor) -> None:
     """Move matrices [out_i, in] of one device and dtype behind each other in memory, so that they multiply as one.
 
-    Takes the memory of all of them once more, for a moment. Moving or casting them later undoes it.
+    Takes the memory of all of them once more, for a moment. Moving or casting them later undoes it. Matrices made in
+    inference mode stay where they are: nothing may take their place.
     """
+    if any(w.is_inference() for w in weights):
+        return
     with torch.inference_mode(False), torch.no_grad():
         together = torch.cat([w.detach() for w in weights])
         for w, part in zip(weights, together.split([w.shape[0] for w in weights]), strict=True):
