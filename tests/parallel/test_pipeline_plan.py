@@ -73,6 +73,23 @@ def test_partition_is_the_best_of_all() -> None:
         assert score(_partition(weights, parts)) == best
 
 
+def test_ranks_of_several_stages_are_evened_out() -> None:
+    costs, load = Costs.count(mini()), {}
+    for held in ([], [0, 1, 1, 0]):
+        layout = PipelineLayout.balanced(mini(), 4, costs, rank_of_stage=held)
+        assert PipelineLayout.parse(str(layout), mini()) == layout
+        assert layout.stages[2].mtp
+        assert layout.stages[3].head
+        each = [costs.stage(parts, layout.kinds) for parts in layout.stages]
+        load[len(held)] = max(each[0] + each[3], each[1] + each[2])
+    # The MTP block stands with stage 2's layers and the heads are with stage 0's rank: the best of all cuts.
+    layers = [costs.dense] + [costs.moe] * 11
+    best = min(max(sum(layers[:a]) + costs.head, sum(layers[a:]) + costs.mtp) for a in range(1, 11))
+    assert load[4] == best < load[0]
+    spread = PipelineLayout.balanced(glm5(), 32, rank_of_stage=rank_of_stage("zbv", 16, 32))
+    assert len(spread) == 32
+
+
 @pytest.mark.parametrize("make", [nano, mini, glm5])
 def test_costs_are_the_ledgers(make) -> None:
     config = make()

@@ -104,13 +104,11 @@ class Pipeline:
         wrap: Callable[[StageModel], object] | None,
     ) -> None:
         ranks = world.count("pp")
-        if isinstance(layout, str):
-            text = layout
-            layout = (
-                PipelineLayout.parse(text, model.config)
-                if text
-                else PipelineLayout.balanced(model.config, ranks * (schedule(name).stages or stages_per_rank))
-            )
+        if layout == "":
+            count = ranks * (schedule(name).stages or stages_per_rank)
+            layout = PipelineLayout.balanced(model.config, count, rank_of_stage=rank_of_stage(name, ranks, count))
+        elif isinstance(layout, str):
+            layout = PipelineLayout.parse(layout, model.config)
         self.layout, self.schedule, self.world, self.memory = layout, name, world, memory
         self.rank_of_stage = rank_of_stage(name, ranks, len(layout))
         self._agree()

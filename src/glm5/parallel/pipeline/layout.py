@@ -100,14 +100,22 @@ class PipelineLayout:
 
     @classmethod
     def balanced(
-        cls, config: ModelConfig, stages: int, costs: Costs | None = None, mtp: Placement = "before"
+        cls,
+        config: ModelConfig,
+        stages: int,
+        costs: Costs | None = None,
+        mtp: Placement = "before",
+        rank_of_stage: Sequence[int] = (),
     ) -> PipelineLayout:
         """The layout whose costliest stage costs least, and whose other stages are as even as that allows.
+
+        Where ranks run several stages, it is from there changed step by step while the costliest rank gets cheaper.
 
         Args:
             stages: how many, all ranks' virtual ones together.
             costs: of the parts; by default `Costs.count(config)`.
             mtp: "before" puts the MTP block on the stage before the heads' (with two stages or more), "last" with them.
+            rank_of_stage: which rank runs each stage; empty is one stage a rank.
 
         Raises:
             ConfigError: there are more stages than parts to put on them.
@@ -128,6 +136,8 @@ class PipelineLayout:
             cuts = [*_partition(weights[:-1], stages - 1), len(units)]
         else:
             cuts = _partition(weights, stages)
+        if len(set(rank_of_stage)) < len(rank_of_stage):
+            cuts = _even_ranks(weights, cuts, rank_of_stage, movable=stages - 1 - apart)
         return cls._of([list(chain(*units[a:b])) for a, b in pairwise(cuts)], config)
 
 
@@ -190,6 +200,37 @@ def _partition(weights: Sequence[float], parts: int) -> list[int]:
 
     least, _ = best(max, float("inf"))
     return best(lambda run, rest: run**2 + rest, least)[1]
+
+
+def _even_ranks(weights: Sequence[float], cuts: list[int], rank_of_stage: Sequence[int], movable: int) -> list[int]:
+    """Cuts from which no one or two of the first `movable` inner ones can be moved by one unit for a better result.
+
+    Better: the costliest rank costs less, then the ranks are more even, then the stages.
+    """
+    total = [0.0, *accumulate(weights)]
+
+    def score(cuts: Sequence[int]) -> tuple[float, float, float]:
+        loads = dict.fromkeys(rank_of_stage, 0.0)
+        sums = [total[b] - total[a] for a, b in pairwise(cuts)]
+        for rank, cost in zip(rank_of_stage, sums, strict=True):
+            loads[rank] += cost
+        return max(loads.values()), sum(x * x for x in loads.values()), sum(x * x for x in sums)
+
+    best = score(cuts)
+    steps = [(i, by) for i in range(1, movable + 1) for by in (-1, 1)]
+    moves = [[step] for step in steps] + [[a, b] for a in steps for b in steps if a[0] < b[0]]
+    while True:
+        tried = []
+        for move in moves:
+            moved = list(cuts)
+            for i, by in move:
+                moved[i] += by
+            if all(a < b for a, b in pairwise(moved)):
+                tried.append((score(moved), moved))
+        found = min(tried, default=(best, cuts))
+        if found[0] >= best:
+            return cuts
+        best, cuts = found
 
 
 @dataclass(frozen=True)
