@@ -17,14 +17,19 @@ import triton.language as tl
 from torch import Tensor
 
 SHARES_UP_TO = 256  # tokens up to which programs divide the width
+RUN = 6  # steps of 64 columns that the tensor cores add by themselves
 
 
 @triton.jit
 def _logits(
     x_ptr, w_ptr, part_ptr, tokens, D, x_stride,
     E: tl.constexpr, STEPS: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_E: tl.constexpr, BLOCK_D: tl.constexpr,
+    RUN: tl.constexpr,
 ):  # fmt: skip
-    """part[share, token, expert] = the share of x w^T of columns [share * STEPS * BLOCK_D, …)."""
+    """part[share, token, expert] = the share of x w^T of columns [share * STEPS * BLOCK_D, …).
+
+    The tensor cores cut off what they add to a larger sum: after RUN steps theirs is added to one of the program's own.
+    """
     token_T = tl.program_id(0) * BLOCK_T + tl.arange(0, BLOCK_T)
     expert_E = tl.program_id(1) * BLOCK_E + tl.arange(0, BLOCK_E)
     share = tl.program_id(2)
@@ -32,17 +37,20 @@ def _logits(
     x_TD = x_ptr + token_T[:, None].to(tl.int64) * x_stride + col_D[None, :]
     w_ED = w_ptr + expert_E[:, None].to(tl.int64) * D + col_D[None, :]
     acc_TE = tl.zeros([BLOCK_T, BLOCK_E], tl.float32)
-    for step in range(STEPS):
-        inside = (col_D + step * BLOCK_D < D)[None, :]
-        x = tl.load(x_TD + step * BLOCK_D, mask=(token_T < tokens)[:, None] & inside, other=0.0)
-        w = tl.load(w_ED + step * BLOCK_D, mask=(expert_E < E)[:, None] & inside, other=0.0)
-        hi = w.to(x.dtype)
-        rest = w - hi.to(tl.float32)
-        mid = rest.to(x.dtype)
-        lo = (rest - mid.to(tl.float32)).to(x.dtype)
-        acc_TE = tl.dot(x, tl.trans(lo), acc=acc_TE)
-        acc_TE = tl.dot(x, tl.trans(mid), acc=acc_TE)
-        acc_TE = tl.dot(x, tl.trans(hi), acc=acc_TE)
+    for first in range(0, STEPS, RUN):
+        run_TE = tl.zeros([BLOCK_T, BLOCK_E], tl.float32)
+        for step in range(first, min(first + RUN, STEPS)):
+            inside = (col_D + step * BLOCK_D < D)[None, :]
+            x = tl.load(x_TD + step * BLOCK_D, mask=(token_T < tokens)[:, None] & inside, other=0.0)
+            w = tl.load(w_ED + step * BLOCK_D, mask=(expert_E < E)[:, None] & inside, other=0.0)
+            hi = w.to(x.dtype)
+            rest = w - hi.to(tl.float32)
+            mid = rest.to(x.dtype)
+            lo = (rest - mid.to(tl.float32)).to(x.dtype)
+            run_TE = tl.dot(x, tl.trans(lo), acc=run_TE)
+            run_TE = tl.dot(x, tl.trans(mid), acc=run_TE)
+            run_TE = tl.dot(x, tl.trans(hi), acc=run_TE)
+        acc_TE += run_TE
     at = (share * tokens + token_T[:, None].to(tl.int64)) * E + expert_E[None, :]
     tl.store(part_ptr + at, acc_TE, mask=(token_T < tokens)[:, None] & (expert_E < E)[None, :])
 
@@ -110,7 +118,7 @@ def router(
         _logits[(triton.cdiv(tokens, block_t), triton.cdiv(experts, block_e), shares)](
             x_ND, weight_ED, parts, tokens, width, x_ND.stride(0),
             E=experts, STEPS=steps, BLOCK_T=block_t, BLOCK_E=block_e, BLOCK_D=block_d,
-            num_warps=4 if few else 8, num_stages=3,
+            RUN=RUN, num_warps=4 if few else 8, num_stages=3,
         )  # fmt: skip
     return _choose(parts, bias_E, top_k, normalise, scaling)
 
