@@ -188,6 +188,25 @@ def test_a_shifted_kept_set_is_noticed() -> None:
         action_logprobs(hidden, head, torch.tensor([1, 3, 5]), vocab_size=5)
 
 
+@pytest.mark.parametrize("entropy", [False, True])
+def test_plain_draws_give_what_the_general_way_gives(entropy: bool) -> None:
+    """At temperature 1 and with all ids, values and gradients against those with a kept set that holds every id."""
+    g = torch.Generator().manual_seed(6)
+    weights = torch.randn(2, 9, generator=g, dtype=torch.float64)
+    targets = torch.randint(7, (9,), generator=g)
+    found = []
+    for kept_set in (None, Kept.of([list(range(7))] * 9)):
+        hidden = torch.randn(9, 4, generator=g.manual_seed(7), dtype=torch.float64).requires_grad_()
+        head = torch.randn(8, 4, generator=g, dtype=torch.float64).requires_grad_()
+        out = action_logprobs(hidden, head, targets, kept=kept_set, vocab_size=7, with_entropy=True, chunk=4)
+        assert out.entropy_N is not None
+        loss = out.logprobs_N @ weights[0] + (out.entropy_N @ weights[1] if entropy else 0.0)
+        found.append((out.logprobs_N, out.entropy_N, *torch.autograd.grad(loss, (hidden, head))))
+    for a, b in zip(*found, strict=True):
+        torch.testing.assert_close(a, b)
+    assert float(found[0][3][7].abs().sum()) == 0  # a row of padding has no gradient
+
+
 def test_gradients_of_logprobs_and_entropy() -> None:
     g = torch.Generator().manual_seed(4)
     hidden = torch.randn(6, 4, generator=g, dtype=torch.float64, requires_grad=True)

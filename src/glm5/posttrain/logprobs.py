@@ -2,11 +2,12 @@
 
 A ratio of two policies means something only if both are distributions over the same ids. An engine draws from
 softmax(logits / T), over the ids that exist, cut to those that top-k, top-p and min-p kept. So that the same weights
-give a ratio of 1 for every token, the trainer repeats all three: it divides by T, leaves out the vocabulary's padding,
-and normalises over the very ids that were kept, which the engine reports (`SamplingParams.kept_set`), never over those
-that its own probabilities would keep. No tensor of tokens × vocabulary outlives a chunk: the backward pass makes each
-chunk's logits again. Legend: N tokens · D model width · V vocabulary. Source: report, sections 2.4.1 and 3.2. Read
-next: `rows`, `glm5.kernels.cross_entropy`.
+give a ratio of 1 for every token, the trainer repeats all three: it divides by T, leaves out the vocabulary's
+padding, and normalises over the very ids that were kept, which the engine reports (`SamplingParams.kept_set`), never
+over those that its own probabilities would keep. No tensor of tokens × vocabulary outlives a chunk: the backward pass
+makes each chunk's logits again. Draws at temperature 1 from all ids take the operators of pre-training's loss.
+Legend: N tokens · D model width · V vocabulary. Source: report, sections 2.4.1 and 3.2. Read next: `rows`,
+`glm5.kernels.cross_entropy`.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from glm5.kernels.cross_entropy import CHUNK_ELEMENTS
+from glm5.kernels.cross_entropy import CHUNK_ELEMENTS, linear_cross_entropy, linear_logprobs
 from glm5.utils.errors import DataError
 
 
@@ -98,12 +99,13 @@ def action_logprobs(
     n, vocab = len(targets_N), vocab_size or len(head_VD)
     accum = torch.promote_types(hidden_ND.dtype, torch.float32)
     temperature = hidden_ND.new_ones(n, dtype=accum) if temperature_N is None else temperature_N.to(accum)
+    plain = kept is None and bool((temperature == 1).all())
     device = hidden_ND.device.type
     chunk = chunk or max(1, CHUNK_ELEMENTS.get(device, CHUNK_ELEMENTS["cuda"]) // vocab)
     if n and (int(targets_N.min()) < 0 or int(targets_N.max()) >= vocab):
         raise DataError(f"a drawn id lies outside the vocabulary of {vocab}", "Score rollouts with their own model")
     logprobs_N, entropy_N = _ActionLogprobs.apply(
-        hidden_ND, head_VD[:vocab], targets_N, temperature, kept, with_entropy, chunk
+        hidden_ND, head_VD[:vocab], targets_N, temperature, kept, with_entropy, chunk, plain
     )
     if kept is not None and n and not bool(logprobs_N.detach().isfinite().all()):
         at = int((~logprobs_N.detach().isfinite()).nonzero()[0])
@@ -125,10 +127,14 @@ class _ActionLogprobs(torch.autograd.Function):
         kept: Kept | None,
         with_entropy: bool,
         chunk: int,
+        plain: bool,
     ) -> tuple[Tensor, Tensor | None]:
         ctx.save_for_backward(hidden_ND, head_VD, targets_N, temperature_N)
-        ctx.kept, ctx.chunk = kept, chunk
+        ctx.kept, ctx.chunk, ctx.plain = kept, chunk, plain
         ctx.set_materialize_grads(False)
+        if plain:
+            found = linear_logprobs(hidden_ND, head_VD, targets_N, chunk=chunk, with_entropy=with_entropy)
+            return found.logprobs_N, found.entropy_N
         logprobs_N = torch.empty_like(temperature_N)
         entropy_N = torch.empty_like(temperature_N) if with_entropy else None
         for start in range(0, len(targets_N), chunk):
@@ -147,6 +153,9 @@ class _ActionLogprobs(torch.autograd.Function):
     def backward(ctx: Any, grad_N: Tensor | None, grad_entropy_N: Tensor | None) -> tuple[Tensor | None, ...]:
         hidden_ND, head_VD, targets_N, temperature_N = ctx.saved_tensors
         need_hidden, need_head = ctx.needs_input_grad[:2]
+        if ctx.plain and grad_entropy_N is None:
+            made = _plain_gradients(hidden_ND, head_VD, targets_N, grad_N, ctx.chunk, need_hidden, need_head)
+            return *made, None, None, None, None, None, None
         accum = temperature_N.dtype
         grad_hidden = torch.zeros_like(hidden_ND) if need_hidden else None
         grad_head = head_VD.new_zeros(head_VD.shape, dtype=accum) if need_head else None
@@ -170,7 +179,27 @@ class _ActionLogprobs(torch.autograd.Function):
                 grad_hidden[part] = _times(grad_cV.to(head_VD.dtype), head_VD, accum).to(grad_hidden.dtype)
             if grad_head is not None:
                 grad_head += _times(grad_cV.T.to(hidden_ND.dtype), hidden_ND[part], accum)
-        return grad_hidden, None if grad_head is None else grad_head.to(head_VD.dtype), None, None, None, None, None
+        made = grad_hidden, None if grad_head is None else grad_head.to(head_VD.dtype)
+        return *made, None, None, None, None, None, None
+
+
+def _plain_gradients(
+    hidden_ND: Tensor,
+    head_VD: Tensor,
+    targets_N: Tensor,
+    grad_N: Tensor | None,
+    chunk: int,
+    need_hidden: bool,
+    need_head: bool,
+) -> tuple[Tensor | None, Tensor | None]:
+    """Those of the cross-entropy whose weights are the (negative) gradients that arrived."""
+    if grad_N is None:
+        return None, None
+    with torch.enable_grad():
+        hidden, head = hidden_ND.detach().requires_grad_(need_hidden), head_VD.detach().requires_grad_(need_head)
+        loss = linear_cross_entropy(hidden, head, targets_N, -grad_N, chunk=chunk).loss_sum
+        loss.backward()
+    return hidden.grad, head.grad
 
 
 def _shifted_logits(
