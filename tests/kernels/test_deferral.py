@@ -69,3 +69,32 @@ def test_experts() -> None:
     assert torch.equal(gate_up.grad, expected[1])
     assert torch.equal(down.grad, expected[2])
     assert not gate_up.grad[3].any()
+
+
+class _Two(torch.autograd.Function):
+    """Two outputs of one shape; their gradients must not be taken for one another's."""
+
+    @staticmethod
+    def forward(ctx, x: Tensor) -> tuple[Tensor, Tensor]:
+        return 2 * x, 3 * x
+
+    @staticmethod
+    def backward(ctx, first: Tensor, second: Tensor) -> Tensor:
+        return 2 * first + 3 * second
+
+
+def test_after_a_node_of_two_outputs() -> None:
+    torch.manual_seed(0)
+    left, right = nn.Parameter(torch.randn(4, 3)), nn.Parameter(torch.randn(4, 3))
+    x = torch.randn(5, 3, requires_grad=True)
+
+    def loss() -> Tensor:
+        a, b = _Two.apply(x)
+        return (linear(a, left) * linear(b, right)).sum()
+
+    expected = torch.autograd.grad(loss(), (x, left, right))
+    later = Later(left, right)
+    loss().backward()
+    later.run()
+    for found, wanted in zip((x.grad, left.grad, right.grad), expected, strict=True):
+        torch.testing.assert_close(found, wanted)
