@@ -35,12 +35,14 @@ class Fast:
         available: whether it can run on this machine, and why (not).
         refuses: given the operator's leading tensors, why it cannot take them; None if it can.
         load: imports it and returns the callable, whose signature is the specification's.
+        trains: whether it has gradients.
     """
 
     name: str
     available: Callable[[], tuple[bool, str]]
     refuses: Callable[..., str | None]
     load: Callable[[], Callable[..., Any]]
+    trains: bool = False
 
     @property
     def on_cpu(self) -> bool:
@@ -362,9 +364,9 @@ OPERATORS: dict[str, tuple[Fast, ...]] = {
         Fast("cpu.absorbed_attention", _compiler, _cpu_absorbed, _load_cpu("absorbed_attention")),
     ),
     "train_sparse_attention": (
-        Fast("cuda.sparse_mla_backward", _hopper, _train_sparse, _load_training("sparse_attention")),
+        Fast("cuda.sparse_mla_backward", _hopper, _train_sparse, _load_training("sparse_attention"), trains=True),
     ),
-    "indexer_loss": (Fast("triton.indexer_loss", _both, _train_indexer, _load_training("indexer_loss")),),
+    "indexer_loss": (Fast("triton.indexer_loss", _both, _train_indexer, _load_training("indexer_loss"), trains=True),),
     "router": (Fast("triton.router", _triton, _router, _load_triton("router")),),
     "route": (
         Fast("triton.route", _triton, _route, _load_triton("route")),
@@ -379,12 +381,16 @@ OPERATORS: dict[str, tuple[Fast, ...]] = {
         Fast("cpu.swiglu", _compiler, _cpu_few, _load_cpu("swiglu")),
     ),
     "moe": (Fast("cpu.moe", _compiler, _cpu_few, _load_cpu("moe")),),
-    "interval_loss": (Fast("triton.indexer_warmup", _both, _train_intervals, _load_training("interval_loss")),),
-    "train_grouped_swiglu": (Fast("triton.moe_backward", _triton, _train_experts, _load_training("grouped_swiglu")),),
-    "train_rms_norm": (Fast("torch.rms_norm", _cuda, _train_rows, _load_training("rms_norm")),),
-    "train_swiglu": (Fast("triton.basic_backward", _triton, _train_rows, _load_training("swiglu")),),
+    "interval_loss": (
+        Fast("triton.indexer_warmup", _both, _train_intervals, _load_training("interval_loss"), trains=True),
+    ),
+    "train_grouped_swiglu": (
+        Fast("triton.moe_backward", _triton, _train_experts, _load_training("grouped_swiglu"), trains=True),
+    ),
+    "train_rms_norm": (Fast("torch.rms_norm", _cuda, _train_rows, _load_training("rms_norm"), trains=True),),
+    "train_swiglu": (Fast("triton.basic_backward", _triton, _train_rows, _load_training("swiglu"), trains=True),),
     "linear_cross_entropy": (
-        Fast("triton.cross_entropy", _triton, _train_rows, _load_training("linear_cross_entropy")),
+        Fast("triton.cross_entropy", _triton, _train_rows, _load_training("linear_cross_entropy"), trains=True),
     ),
     "scaled": (Fast("triton.scaled", _triton, _scaled, _load_training("scaled")),),
     "newton_schulz": (Fast("triton.newton_schulz", _both, _newton_schulz, _load_training("newton_schulz")),),
@@ -446,8 +452,8 @@ def describe() -> list[dict[str, str]]:
             if os.environ.get("GLM5_KERNELS") == "torch":
                 why = "GLM5_KERNELS=torch"
             elif ok and fast.on_cpu == on_cpu:
-                kind = "fp32" if on_cpu else "bf16"
-                version, why = fast.name, f"{reason}; for {kind} tensors without gradients, else torch"
+                kind = f"{'fp32' if on_cpu else 'bf16'} tensors{'' if fast.trains else ' without gradients'}"
+                version, why = fast.name, f"{reason}; for {kind}, else torch"
                 break
             elif not why:
                 why = f"{fast.name}: {reason}"
