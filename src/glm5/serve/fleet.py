@@ -69,6 +69,9 @@ class Fleet:
         hello, others = worker.hello, [*self.prefill, *self.decode]
         if others and (hello.context, hello.vocab_size) != (self.context, self.vocab_size):
             raise UserError(f"worker {hello.name}: another model or context", "Start all workers alike")
+        if self._ready(others) and hello.weight_version != self.weight_version:
+            log.warning("%s has weights %s, not %s: update them", hello.name, hello.weight_version, self.weight_version)
+            self._stale.add(worker)
         self.context, self.vocab_size = hello.context, hello.vocab_size
         (self.prefill if hello.role == "prefill" else self.decode).append(worker)
 

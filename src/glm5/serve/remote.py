@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import logging
 import time
 from collections.abc import Callable
 from contextlib import aclosing
@@ -22,6 +23,7 @@ from glm5.serve.runner import Runner
 from glm5.serve.wire import Wire, WireClosed, as_type
 from glm5.utils.errors import UserError
 
+log = logging.getLogger(__name__)
 TOLD_EVERY_S = 0.2
 SILENT_S = 20.0
 
@@ -37,6 +39,7 @@ class Hello:
     vocab_size: int
     pages: int
     page: int
+    weight_version: str = "0"
 
 
 @dataclass(frozen=True)
@@ -88,6 +91,8 @@ async def serve_backend(backend: Runner, wire: Wire) -> None:
                     wire.post("result", number, None)
                     async for delta in stream:
                         await wire.send("delta", number, delta)
+            elif name not in CALLS:
+                raise WireClosed(f"there is no call {name[:40]}")
             else:
                 kind, method = CALLS[name]
                 result = await method(backend, None if kind is None else as_type(given, kind))
@@ -95,8 +100,11 @@ async def serve_backend(backend: Runner, wire: Wire) -> None:
                 await wire.send("result", number, result)
         except UserError as error:
             wire.post("refused", number, error.what, error.mend)
-        except (Unavailable, WireClosed, KeyError) as error:
+        except (Unavailable, WireClosed) as error:
             wire.post("failed", number, str(error))
+        except Exception as error:
+            log.exception("%s failed", name)
+            wire.post("failed", number, f"{type(error).__name__}: {error}")
 
     def start(work: Any) -> asyncio.Task[None]:
         task = asyncio.ensure_future(work)
@@ -139,7 +147,7 @@ class Remote:
     def __init__(self, wire: Wire, hello: Hello) -> None:
         self.hello, self.outstanding = hello, 0
         self.lost: str | None = None
-        self.weight_version = ""
+        self.weight_version = hello.weight_version
         self._stats = Stats()
         self._wire = wire
         self._numbers = itertools.count()
@@ -186,6 +194,8 @@ class Remote:
             case ["refused", int(number), str(what), str(mend)]:
                 self._settle(number, None, UserError(what, mend))
             case ["failed", int(number), str(why)]:
+                if number in self._streams and number not in self._calls:
+                    self._streams[number].put_nowait(None)  # in the middle of an answer
                 self._settle(number, None, Unavailable(why))
             case other:
                 raise WireClosed(f"unknown message {str(other)[:100]}")

@@ -14,6 +14,7 @@ import queue
 import threading
 import uuid
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any, Protocol, TypeVar
 
@@ -295,6 +296,8 @@ class Runner:
         except Exception as error:
             log.exception("the engine failed")
             self._failure = f"the engine failed: {type(error).__name__}: {error}"
+        with suppress(Exception):  # which would be told already
+            self._engine.settle()
         self._end(list(self._open), Finish("error", message=self._failure or "the server is stopping"))
 
     def _may_step(self) -> bool:

@@ -88,8 +88,16 @@ async def work(options: WorkerOptions) -> None:
     engine.fetch = fetcher.start
     await runner.start()
     try:
-        sizes = engine.pool.device.count, engine.cache.nbytes_per_page()
-        hello = Hello(options.role, options.name, address, engine.context, engine.vocab_size, *sizes)
+        hello = Hello(
+            options.role,
+            options.name,
+            address,
+            engine.context,
+            engine.vocab_size,
+            pages=engine.pool.device.count,
+            page=engine.cache.nbytes_per_page(),
+            weight_version=engine.weight_version,
+        )
         await wire.send("hello", hello)
         await serve_backend(runner, wire)
     finally:
