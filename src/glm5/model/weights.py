@@ -49,6 +49,17 @@ class SavesItself(Protocol):
     def save(self, directory: str | os.PathLike[str]) -> None: ...
 
 
+class Share(Protocol):
+    """A part of a model, as one of several ranks keeps it (`glm5.parallel.inference`)."""
+
+    def cut(self, model: GLM5) -> None:
+        """Give a model without memory the shapes and classes of its part."""
+
+    def read(self, name: str, stored: Any) -> tuple[str, Tensor] | None:
+        """The part of a tensor, which is read by slicing `stored`, and the part's name in the model (experts apart or
+        fused); None where nothing of it belongs to the part."""
+
+
 @dataclass(frozen=True)
 class _Stored:
     """A tensor on disk, by its file's header."""
@@ -84,11 +95,13 @@ def load_model(
     *,
     device: torch.device | str = "cpu",
     dtype: torch.dtype | str | None = None,
+    share: Share | None = None,
     **config_changes: Any,
 ) -> GLM5:
     """The model of a checkpoint directory, in eval mode. Peak memory is the model plus `MAPPED_BYTES` and a tensor.
 
     Args:
+        share: which part of the model to load; by default all.
         path: holds config.json and safetensors files, sharded with an index or one file, experts apart or fused.
         device: where the weights go. dtype: of the weights in memory; by default the configuration's.
         config_changes: fields of `ModelConfig` to override, such as latent_norm_eps=1e-5. A checkpoint without MTP
@@ -112,7 +125,9 @@ def load_model(
         unused = f"model.layers.{config.num_hidden_layers}."
         stored = {name: s for name, s in stored.items() if not name.startswith(unused)}
     owner_of = _fit(path, model, stored, index_problems)
-    _fill(model, stored, owner_of, device, torch_dtype)
+    if share is not None:
+        share.cut(model)
+    _fill(model, stored, owner_of, device, torch_dtype, share)
     return model.eval()
 
 
@@ -258,7 +273,12 @@ def _misfit(name: str, found: _Stored, expected: tuple[int, ...]) -> Iterator[st
 
 @torch.no_grad()
 def _fill(
-    model: GLM5, stored: Mapping[str, _Stored], owner_of: Mapping[str, str], device: torch.device, dtype: torch.dtype
+    model: GLM5,
+    stored: Mapping[str, _Stored],
+    owner_of: Mapping[str, str],
+    device: torch.device,
+    dtype: torch.dtype,
+    share: Share | None,
 ) -> None:
     """Copy tensors in file by file. A tensor of the model gets its memory when the first part of it arrives."""
     target: dict[str, Tensor] = {}
@@ -267,11 +287,15 @@ def _fill(
         try:
             with safe_open(str(file), framework="pt") as f:
                 for name in names:
-                    if name not in target:
-                        owner = owner_of[name]
+                    owner = owner_of[name]
+                    part = share.read(name, f.get_slice(name)) if share is not None else (name, f.get_tensor(name))
+                    if part is None:
+                        continue
+                    at, values = part
+                    if at not in target:
                         tensor = _materialise(model, owner, device, dtype)
-                        target.update({owner: tensor} if name == owner else public_tensors(owner, tensor))
-                    target.pop(name).copy_(f.get_tensor(name))
+                        target.update({owner: tensor} if at == owner else public_tensors(owner, tensor))
+                    target.pop(at).copy_(values)
         except SafetensorError as e:
             raise CheckpointError(f"{file} cannot be read ({e})", "Download or copy this file again") from None
     if model.config.tie_word_embeddings:
