@@ -51,7 +51,7 @@ def test_documents() -> None:
 
 
 def test_segments_of_packed_rows() -> None:
-    """Documents of 3, 1 and 2 tokens with padding behind; a row without padding; one whose documents' ends see nothing."""
+    """Documents of 3, 1 and 2 tokens, then padding; a row without padding; one whose documents' ends see nothing."""
     first = [[0, 0, 0, 3, 4, 4, 8, 8], [0, 0, 0, 0, 0, 5, 5, 5], [0, 0, 8, 3, 3, 8, 6, 8]]
     edges, longest = Visibility.documents(torch.tensor(first)).segments
     assert edges.tolist() == [0, 3, 4, 6, 8, 13, 16, 18, 19, 21, 22, 23, 24]

@@ -108,6 +108,7 @@ def _fused_documents(q_BTHX: Tensor, k_BSGX: Tensor, v_BSGV: Tensor, visible: Vi
     q, k, v = (F.pad(x, (0, wide - w)).flatten(0, 1) for x, w in zip((q_BTHX, k_BSGX, v_BSGV), widths, strict=True))
     edges, longest = visible.segments
     out = varlen_attn(q, k, v, edges, edges, longest, longest, scale=scale, window_size=(-1, 0))
+    assert isinstance(out, Tensor)  # it is a pair only where asked for more
     out = out.unflatten(0, q_BTHX.shape[:2])[..., : widths[2]]
     return out.masked_fill((visible.first_BT > visible.last_BT)[..., None, None], 0.0)
 
