@@ -96,12 +96,13 @@ def sparsify(config: SparsifyConfig, say: Say = print) -> Sparsified:
     config = replace(config, device=resolve_device(config.device))
     if not config.checkpoint:
         raise ConfigError("checkpoint", "", "must name the dense model's directory: glm5 sparsify CHECKPOINT ...")
+    # Read before the run's directory is made: most calls that fail name something else than a model.
+    changes: dict[str, Any] = {} if config.topk is None else {"index_topk": config.topk}
+    model = load_model(config.checkpoint, device=config.device, dtype="float32", **changes)
+    model.config = model.config.replace(extra={**model.config.extra, "glm5_attention": "sparse"})
+    tokenizer = load_tokenizer(config.checkpoint)
     run = require_writable(config.run)
     with exclusive(run / ".sparsify.lock"):
-        changes = {} if config.topk is None else {"index_topk": config.topk}
-        model = load_model(config.checkpoint, device=config.device, dtype="float32", **changes)
-        model.config = model.config.replace(extra={**model.config.extra, "glm5_attention": "sparse"})
-        tokenizer = load_tokenizer(config.checkpoint)
         begun = (run / "warmup" / "checkpoints").exists()
         keep_config(run, config, begun=begun, may_differ=MAY_DIFFER | ALSO_MAY_DIFFER)
         keep_weights(config.checkpoint, run / "weights.json", begun=begun)
