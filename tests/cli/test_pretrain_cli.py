@@ -185,6 +185,6 @@ def test_a_configuration_is_shown_whole() -> None:
     for word in ("corpus=some/where", "hidden_size=256", "batch.final=8", "lr.peak=0.02", "eos_token_id=0"):
         assert word in text
     assert all(len(line) <= 100 for line in lines)
-    assert [line.split()[0] for line in lines if not line.startswith(" ")] == ["run", "model", "train"]
+    assert [line.split()[0] for line in lines if not line.startswith(" ")] == ["run", "pipeline", "model", "train"]
     with pytest.raises(ConfigError, match="seq_len=0"):
         TextConfig(seq_len=0)

@@ -1,0 +1,131 @@
+"""Speed and equality of meshes on GPUs, started by torchrun with as many processes as the meshes need.
+
+    torchrun --nproc-per-node 2 benchmarks/parallel.py --meshes dp=2 dp=2,ep=2 dp=2,shard=1 tp=2 --out parallel.json
+
+For each mesh: gradients of one fp32 step of a small model against this process's own (the largest difference as a share
+of its tensor's largest entry), then tokens a second of an 8-layer `mini` in bf16, without MTP, beside one GPU alone.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import time
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from glm5.model.glm5 import GLM5
+from glm5.model.presets import mini, nano
+from glm5.model.trace import Aux
+from glm5.parallel.mesh import Mesh, World, open_world
+from glm5.parallel.muon import Holdings
+from glm5.parallel.shard import parallelize, whole
+from glm5.train.losses import language_model_loss
+from glm5.train.optim import MuonSplit, clip_grad_norm, parameter_roles
+from glm5.train.ranks import Ranks
+
+Named = dict[str, torch.Tensor]
+
+
+def backward(model: GLM5, ranks: Ranks, ids: torch.Tensor, micro: int, tokens: int) -> None:
+    """Gradients of the mean next-token loss over `tokens` tokens, of which `ids` are this rank's."""
+    count = len(ids) // micro
+    for i in range(count):
+        ranks.before(i, count, model)
+        part = ids[i * micro : (i + 1) * micro]
+        hidden = model.hidden(part[:, :-1], sparse=False, aux=Aux(balance=True))
+        weight, head = ranks.head(model)
+        target = part[:, 1:].contiguous()
+        ones = torch.ones(target.shape, device=ids.device)
+        loss = language_model_loss([hidden], weight, [(target, ones)], cross_entropy=head.cross_entropy)
+        (loss.loss_sum / tokens).backward()
+
+
+def made(config: Any, device: torch.device, dtype: torch.dtype) -> GLM5:
+    with device:
+        model = GLM5(config, seed=0).to(dtype).train()
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(".indexer." not in name and f".layers.{config.num_hidden_layers}." not in name)
+    return model
+
+
+def share(ids: torch.Tensor, world: World | None) -> torch.Tensor:
+    return ids if world is None else ids[world.place("dp") :: world.count("dp")]
+
+
+def difference(world: World, device: torch.device) -> float:
+    """Largest difference of a gradient from one process's."""
+    config = nano(vocab_size=512)
+    ids = torch.randint(0, 512, (4, 129), device=device, generator=torch.Generator(device).manual_seed(1))
+    found: list[Named] = []
+    for over in (None, world):
+        model = made(config, device, torch.float32)
+        if over is not None:
+            parallelize(model, over)
+        backward(model, Ranks(over), share(ids, over), 2, 4 * 128)
+        found.append({n: whole(p.grad) for n, p in model.named_parameters() if p.grad is not None})
+    one, many = found
+    return max(float((one[n] - many[n]).abs().max() / one[n].abs().max().clamp(min=1e-3)) for n in one)
+
+
+def speed(world: World | None, device: torch.device, rows: int, micro: int, length: int, once: bool) -> dict[str, Any]:
+    """Best of three steps after two, of `rows` rows on each data rank."""
+    torch.cuda.empty_cache()
+    torch.cuda.reset_peak_memory_stats()
+    model = made(mini().replace(num_hidden_layers=8), device, torch.bfloat16)
+    ranks, holdings = Ranks(world, gather_once=once), None
+    if world is not None:
+        parallelize(model, world, reshard=not once)
+    roles = parameter_roles(model, model.config)
+    if world is not None:
+        holdings = Holdings([r.parameter for r in roles], world.group("stage"), world.group("world"))
+    optimizer = MuonSplit(roles, 1e-3, holdings=holdings)
+    total = rows * (1 if world is None else world.count("dp"))
+    ids = torch.randint(0, model.config.vocab_size, (total, length + 1), device=device)
+    times = []
+    for _ in range(5):
+        torch.cuda.synchronize()
+        began = time.perf_counter()
+        backward(model, ranks, share(ids, world), micro, total * length)
+        clip_grad_norm([(n, p) for n, p in model.named_parameters() if p.requires_grad], 1.0, holdings)
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+        torch.cuda.synchronize()
+        times.append(time.perf_counter() - began)
+    peak = torch.cuda.max_memory_allocated() / 2**30
+    return {"tokens_per_second": total * length / min(times[2:]), "GiB": peak}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--meshes", nargs="+", default=["dp=2", "dp=2,ep=2", "dp=2,shard=1", "tp=2"])
+    parser.add_argument("--rows", type=int, default=4)
+    parser.add_argument("--micro", type=int, default=2)
+    parser.add_argument("--length", type=int, default=4096)
+    parser.add_argument("--out", default="parallel.json")
+    options = parser.parse_args()
+    device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
+    torch.cuda.set_device(device)
+    dist.init_process_group("nccl", timeout=timedelta(seconds=120), device_id=device)
+    sizes = options.rows, options.micro, options.length
+    results: dict[str, Any] = {"device": torch.cuda.get_device_name(), "torch": torch.__version__}
+    if dist.get_rank() == 0:
+        results["one"] = speed(None, device, *sizes, once=False)
+    dist.barrier()
+    for text in options.meshes:
+        with open_world(Mesh.parse(text), "cuda") as world:
+            results[text] = {"difference": difference(world, device), **speed(world, device, *sizes, once=False)}
+            results[text]["gather_once"] = speed(world, device, *sizes, once=True)
+        if dist.get_rank() == 0:
+            print(text, results[text], flush=True)
+            Path(options.out).write_text(json.dumps(results, indent=1))
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()
