@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -77,6 +78,13 @@ RIGHT = [
     (r"90^\circ", "90"),
     ("x>3", r"(3,\infty)"),
     (r"1.5 \times 10^3", "1500"),
+    ("1500", r"1.5 \times 10^3"),
+    ("1024", "2^{10}"),
+    ("3/2", r"1\frac{1}{2}"),
+    ("6", r"\frac{12}{2}"),
+    ("-7", "-7"),
+    ("4", "2+2=4"),
+    (r"\sum_{i=1}^{n} i", r"\sum_{i=1}^{n} i"),
     (12, "12"),
     ("12", "12=12"),
     ("101_2", "101"),
@@ -117,6 +125,11 @@ WRONG = [
     ("9", "3^2)"),
     ("1", "0.9999"),
     ("3", "3i"),
+    ("391", r"17 \times 23"),
+    ("391", r"\boxed{400-9}"),
+    ("4", "2+2"),
+    ("5050", r"\sum_{i=1}^{100} i"),
+    ("12", r"\int_0^{12} 1 dx"),
     ("12", "13=12"),
     ("4", "2+2=5=4"),
     ("12", "12=13"),
@@ -277,6 +290,71 @@ def test_an_answer_that_breaks_its_verifier_is_wrong_not_lost() -> None:
     assert "cannot be read" in found.detail
     broken = gym.check("banana", None, row["info"])  # where the stored answer fails too, nothing was learned
     assert broken.cause == "error"
+
+
+@pytest.mark.parametrize("name", sorted([*gym.EVAL, *gym.PARSE]))
+def test_answers_are_never_run(name: str, tmp_path: Path) -> None:
+    """Their verifiers run the answer as Python. Ours keep it from them, and still take what is right."""
+    import reasoning_gym
+
+    for row in gym.rows(name, 2, seed=4):
+        right = rf"\boxed{{{row['answer']}}}" if "\n" not in row["answer"] else row["answer"]
+        assert gym.check(right, row["answer"], row["info"]).reward == 1
+        file = tmp_path / "made"
+        code = f"__import__('pathlib').Path({str(file)!r}).write_text('x')"
+        for answer in (
+            code,
+            f"[{code}]",
+            f"  {code}",
+            f"sqrt({code})",
+            f"1 if {code} else 2",
+            f"[{code} for x in '1']",
+        ):
+            found = gym.check(f"<|begin_of_box|>{answer}<|end_of_box|>", row["answer"], row["info"])
+            assert found.reward == 0
+            assert not file.exists()
+        reasoning_gym.get_score_answer_fn(name)(f"[{code}]", {**row["info"], "answer": row["answer"]})
+        assert file.exists()  # the library alone does: when this fails, look whether the guard is still needed
+        file.unlink()
+
+
+def test_an_integral_is_no_answer_to_an_integral() -> None:
+    """The library takes the question itself, unevaluated, for an answer; and stores such answers."""
+    import reasoning_gym
+
+    row = gym.rows("intermediate_integration", 3, seed=4)[1]
+    metadata = row["info"]["metadata"]
+    question = f"Integral({metadata['integrand']}, {metadata['variable']})"
+    stored = {"answer": row["answer"], "metadata": metadata}
+    assert reasoning_gym.get_score_answer_fn("intermediate_integration")(question, stored) == 1
+    assert gym.check(rf"\boxed{{{question}}}", row["answer"], row["info"]).reward == 0
+    assert "Integral" not in row["answer"]
+
+
+def test_numbers_cannot_be_made_from_others() -> None:
+    row = next(r for r in gym.rows("countdown", 20, seed=1))
+    target, numbers = row["info"]["metadata"]["target"], row["info"]["metadata"]["numbers"]
+    first, *others = numbers
+    tricks = "-~" * (target - first) + str(first) if target > first else "~-" * (first - target) + str(first)
+    zeros = "".join(f" * {n} ** 0" for n in others)
+    assert gym.check(rf"\boxed{{{tricks}{zeros}}}", row["answer"], row["info"]).reward == 0
+    assert not gym.is_plain("countdown", "3! * 4")
+
+
+def test_no_other_generator_runs_answers() -> None:
+    """Where the library evaluates text: a new place in a new version must be looked at."""
+    import re
+
+    import reasoning_gym
+
+    root = Path(reasoning_gym.__file__).parent
+    found = set()
+    for path in root.rglob("*.py"):
+        if re.search(r"(?<!\.)\b(?:eval|exec)\(|parse_expr\(|sympify\(", path.read_text()):
+            found.add(path.stem)
+    makers = {"codeio", "generators_00_49", "generators_50_99", "bitwise_arithmetic", "basic_arithmetic"}
+    makers |= {"number_sorting", "propositional_logic"}  # of their own texts, not of answers; the last is left out
+    assert found == makers | gym.EVAL | set(gym.PARSE)
 
 
 def test_generators_must_be_there() -> None:

@@ -48,7 +48,7 @@ def check(response, answer, info):
 def pool(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[VerifierPool]:
     (tmp_path / "own_checks.py").write_text(CHECKS)
     monkeypatch.setenv("PYTHONPATH", str(tmp_path), prepend=os.pathsep)
-    with VerifierPool(workers=2, timeout_s=1.0) as made:
+    with VerifierPool(workers=2, timeout_s=2.0) as made:
         made.require(["own_checks:check"])
         yield made
 

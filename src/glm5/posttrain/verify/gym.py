@@ -3,11 +3,13 @@
 Tasks are made from a seed on the spot: data that needs no download. A reward is 1 where the task's verifier gives its
 full mark and 0 otherwise; with `info["partial"]` its own figure. Left out, as of 0.1.25: generators that store no
 answer, so that nothing can be held against their verifier; one that takes any text for its answer; and those whose
-tasks do not survive JSON. Source: reasoning-gym (arXiv:2505.24760). Read next: `glm5.posttrain.prompts`.
+tasks do not survive JSON. Some of the others run the answer as Python: such an answer must be plain arithmetic, or is
+wrong unread. Source: reasoning-gym (arXiv:2505.24760). Read next: `glm5.posttrain.prompts`.
 """
 
 from __future__ import annotations
 
+import ast
 import json
 from collections.abc import Mapping
 from functools import cache
@@ -24,6 +26,22 @@ ANY_ANSWER = frozenset({"game_of_life_halting"})
 # Their tasks hold tuples and grids that come back from a file as something else.
 NO_JSON = frozenset({"arc_agi", "rearc"})
 EXCLUDED = NO_ANSWER | ANY_ANSWER | NO_JSON
+# They call `eval` on an answer that is not right as it stands, for lists of Python.
+EVAL = frozenset({"string_insertion", "spiral_matrix", "binary_matrix", "n_queens"})
+# They call sympy's `parse_expr`, which runs Python as well, on every answer; and the functions that answers may call.
+PARSE = {
+    "countdown": frozenset[str](),
+    "puzzle24": frozenset[str](),
+    "polynomial_multiplication": frozenset[str](),
+    "simple_integration": frozenset[str](),
+    "intermediate_integration": frozenset(
+        "sin cos tan sec csc cot asin acos atan sinh cosh tanh exp log ln sqrt Abs".split()
+    ),
+}
+_PLAIN = (
+    *(ast.Expression, ast.BinOp, ast.UnaryOp, ast.Constant, ast.Name, ast.Load, ast.List, ast.Tuple, ast.Call),
+    *(ast.Add, ast.Sub, ast.Mult, ast.Div, ast.Pow, ast.USub, ast.UAdd),
+)
 
 
 def check(response: str, answer: Any, info: Mapping[str, Any]) -> Verdict:
@@ -41,6 +59,8 @@ def check(response: str, answer: Any, info: Mapping[str, Any]) -> Verdict:
         said = without_thinking(response).strip()
     if not said:
         return judged(False, "no final answer")
+    if not is_plain(name, said):
+        return judged(False, f"{said[:80]!r} is no plain expression")
     try:
         score = float(_score(name)(said, entry))
     except Exception as e:  # whatever the library's code raises on what a model wrote
@@ -50,6 +70,27 @@ def check(response: str, answer: Any, info: Mapping[str, Any]) -> Verdict:
     if info.get("partial"):
         return Verdict(min(max(score, 0.0), 1.0), detail=f"{name}: {said[:80]!r}")
     return judged(score >= 1, f"{name}: {said[:80]!r} for {answer!r}")
+
+
+def is_plain(name: str, answer: str) -> bool:
+    """Whether a generator's verifier may be given this answer.
+
+    For those that would run it: numbers, names, strings, lists and + - * / ** of them, and calls of a few functions. No
+    other operator either, for `-~24` makes 25 of 24; nor `Integral`, whose derivative is any integrand there is.
+    """
+    if name not in EVAL and name not in PARSE:
+        return True
+    try:
+        tree = ast.parse(answer.strip(), mode="eval")
+    except (SyntaxError, ValueError, RecursionError, MemoryError):
+        return name in EVAL  # `eval` refuses it too; sympy would first make Python of it, of `3!` for example
+    allowed = PARSE.get(name, frozenset())
+    for node in ast.walk(tree):
+        if not isinstance(node, _PLAIN):
+            return False
+        if isinstance(node, ast.Call) and not (isinstance(node.func, ast.Name) and node.func.id in allowed):
+            return False
+    return True
 
 
 def _stored_is_right(name: str, answer: Any, entry: dict[str, Any]) -> bool:
@@ -78,6 +119,8 @@ def _score(name: str) -> Any:
 def rows(name: str, count: int, seed: int, **config: Any) -> list[dict[str, Any]]:
     """Tasks of one generator in the form of `glm5.posttrain.prompts`: a function of its name, seed and configuration.
 
+    Tasks whose stored answer is not plain (`is_plain`) are passed over.
+
     Raises:
         ConfigError: there is no such generator, or it is one of those left out.
         DataError: a task's stored answer is not what its verifier takes, or the task is no JSON.
@@ -88,8 +131,13 @@ def rows(name: str, count: int, seed: int, **config: Any) -> list[dict[str, Any]
         raise ConfigError("dataset", name, "its verifier cannot be trusted (see glm5.posttrain.verify.gym)")
     if name not in names():
         raise ConfigError("dataset", name, "reasoning-gym has no such generator")
-    made = []
-    for index, entry in enumerate(reasoning_gym.create_dataset(name, size=count, seed=seed, **config)):
+    made: list[dict[str, Any]] = []
+    size = 4 * count if name in PARSE else count
+    for index, entry in enumerate(reasoning_gym.create_dataset(name, size=size, seed=seed, **config)):
+        if len(made) == count:
+            break
+        if not is_plain(name, str(entry["answer"])):
+            continue
         info = {"dataset": name, "metadata": entry["metadata"]}
         try:
             info = json.loads(json.dumps(info, allow_nan=False))
@@ -100,4 +148,8 @@ def rows(name: str, count: int, seed: int, **config: Any) -> list[dict[str, Any]
             raise DataError(f"task {index} of {name}: its verifier does not take its own answer", "Use another one")
         row = {"prompt": entry["question"], "answer": entry["answer"], "verifier": "reasoning-gym", "domain": name}
         made.append({**row, "id": f"{name}-{seed}-{index}", "info": info})
+    if len(made) < count:
+        raise DataError(
+            f"{name} gives {len(made)} tasks of {count} with a plain answer", "Ask for fewer, or another seed"
+        )
     return made

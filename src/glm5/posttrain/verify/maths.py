@@ -29,6 +29,8 @@ logging.getLogger("math_verify").setLevel(logging.ERROR)
 
 TOLERANCE = 5e-6  # relative, where an answer is a decimal: 0.333333 is a third
 
+_UNDONE = (sympy.Integral, sympy.Sum, sympy.Product, sympy.Limit, sympy.Derivative)
+
 # Case matters: `n` is not `N`.
 _CONVERSION = latex.ConversionConfig(lowercase_symbols=False)
 _NORMALIZATION = NormalizationConfig(basic_latex=True, malformed_operators=True, nits=True, boxed="none")
@@ -78,6 +80,8 @@ def check(response: str, answer: Any, info: Mapping[str, Any]) -> Verdict:
     if gold_unit and said_unit and gold_unit != said_unit:
         return judged(False, f"{said!r} has another unit than {gold!r}")
     try:
+        if _restates(expected, found, said):
+            return judged(False, f"{said!r} is the question of {gold!r}, not its answer")
         return judged(_equal(expected, found), f"{said!r} for {gold!r}")
     except Exception as e:  # whatever sympy raises: of the answer's making, unless the expected one does it alone
         try:
@@ -85,6 +89,26 @@ def check(response: str, answer: Any, info: Mapping[str, Any]) -> Verdict:
         except Exception:
             return no_verdict(f"the expected answer {gold!r} cannot be compared: {type(e).__name__}")
         return judged(False, f"{said!r} cannot be compared: {type(e).__name__}")
+
+
+def _restates(expected: Any, found: Any, said: str) -> bool:
+    """Whether an answer leaves the work undone: an integral, a sum or a limit as it was asked, or, where a number is
+    expected, sums and products of numbers. Fractions, powers, roots and `1.5 \\times 10^3` are answers."""
+    value = found.rhs if isinstance(found, sympy.Eq) else found
+    if not isinstance(value, sympy.Basic):
+        return False
+    if value.has(*_UNDONE):
+        return not expected.has(*_UNDONE)
+    if not isinstance(expected, sympy.Expr) or not isinstance(expected.doit(), sympy.Rational):
+        return False
+    for node in sympy.preorder_traversal(value):
+        if isinstance(node, sympy.Add) and not node.free_symbols and re.search(r"(?<=[\w})])\s*[+-]", said):
+            return True  # where no sign stands between them, a mixed number
+        if isinstance(node, sympy.Mul):
+            factors = [int(abs(a)) for a in node.args if a.is_Integer and abs(a) > 1]
+            if sum(str(f).strip("0") != "1" for f in factors) > 1:
+                return True
+    return False
 
 
 def _equal(expected: Any, found: Any) -> bool:
