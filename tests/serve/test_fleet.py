@@ -436,6 +436,36 @@ def test_a_silent_keeper_is_not_waited_for(model: GLM5, tmp_path: Path, monkeypa
     play(test)
 
 
+@pytest.mark.parametrize("acks", [False, True])
+def test_a_reader_that_says_nothing_holds_no_pages(
+    acks: bool, model: GLM5, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One that is stopped in the middle, or that takes all pages and never says that it is done."""
+    monkeypatch.setattr(transfer, "WINDOW", 2)
+    monkeypatch.setattr(transfer, "SILENCE_S", 0.1)
+
+    async def test() -> None:
+        async with cluster(model, tmp_path, "pd") as c:
+            one = SamplingParams(max_new_tokens=1, temperature=0.0, ignore_eos=True)
+            async for _ in await c.prefill[0].runner.generate(Request([9] * 250, one, rid="mine", lease=True)):
+                pass
+            wire = await connect(c.fleet.prefill[0].hello.address, KEY)
+            wire.post("mapped")
+            wire.post("want", 1, "mine", 0)
+            said = []
+            with suppress(WireClosed):
+                while True:
+                    said.append(await wire.receive())
+                    if acks and said[-1][0] == "page":
+                        wire.post("ack", said[-1][3])
+            assert (said[-1][0] == "end") == acks
+            await c.prefill[0].runner.return_lease("mine")
+            await c.until_clean()
+            await wire.close()
+
+    play(test)
+
+
 @pytest.mark.parametrize("told", [False, True])
 def test_a_decode_worker_that_dies(told: bool, model: GLM5, tmp_path: Path) -> None:
     """A request begins again with the other one, unless it was told ids already."""

@@ -34,6 +34,7 @@ from glm5.serve.pages import PAGE_SIZE
 from glm5.serve.remote import Remote
 from glm5.serve.request import Delta, Finish, PageSource, Request, SamplingParams
 from glm5.serve.runner import Answers, nothing_more
+from glm5.serve.wire import is_path
 from glm5.text.tokenizer import Tokenizer
 from glm5.utils.errors import UserError
 
@@ -197,7 +198,7 @@ class Fleet:
         try:
             known = await decoder.call("check", request)
             if tokens - 1 - known > self._direct and not request.params.reads_all:
-                lease = await self._prefill(one)
+                lease = await self._prefill(one, decoder)
             stream = await decoder.generate(replace(request, source=lease[1] if lease else None))
             one.begun = True
             try:
@@ -210,7 +211,7 @@ class Fleet:
             if lease is not None and lease[0].lost is None:
                 _in_background(lease[0].call("return_lease", lease[1].lease))
 
-    async def _prefill(self, one: _Open) -> tuple[Remote, PageSource] | None:
+    async def _prefill(self, one: _Open, reader: Remote) -> tuple[Remote, PageSource] | None:
         """Let a prefill worker read the prompt; where its pages then are, or None."""
         request = one.request
         params = SamplingParams(max_new_tokens=1, temperature=0.0, ignore_eos=True)
@@ -224,7 +225,9 @@ class Fleet:
                     async for delta in stream:
                         one.cached = delta.cached_tokens
                         if delta.finish is not None and delta.finish.type == "length":
-                            return worker, PageSource(worker.hello.address, request.rid, tokens)
+                            near = is_path(reader.hello.address) or not worker.hello.port
+                            address = worker.hello.address if near else worker.hello.port
+                            return worker, PageSource(address, request.rid, tokens)
                 finally:
                     await stream.aclose()
                 return None  # its logits were not finite: the decode worker will say so itself

@@ -30,7 +30,8 @@ SILENT_S = 20.0
 
 @dataclass(frozen=True)
 class Hello:
-    """How a worker introduces itself. `address`: where its pages are fetched; `page`: bytes of one."""
+    """How a worker introduces itself. `address`: where its pages are fetched, and `port`, if not empty, where from
+    other hosts: ":" and a port of the front's host. `page`: bytes of one."""
 
     role: str
     name: str
@@ -40,6 +41,7 @@ class Hello:
     pages: int
     page: int
     weight_version: str = "0"
+    port: str = ""
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,8 @@ Nobody ever writes into another worker's pages: the keeper copies a page into a 
 host; over TCP into the message), the reader from there into pages of its own. The rest are rules:
 
 - The keeper's pages stay as they are until `done`, `stop` or the end of the connection, even if the lease was returned,
-  the prefix tree flushed or the weights replaced meanwhile. A slot is used again only after its `ack`.
+  the prefix tree flushed or the weights replaced meanwhile. A slot is used again only after its `ack`. A reader that is
+  owed nothing and says nothing for `PATIENCE` times `SILENCE_S` loses its connection, so that it cannot hold pages.
 - The reader's pages belong to the sequence that waits for them. A load that is cancelled writes nothing from then on
   (a lock, held while a page is written), so that they can be given to others at once; pages that still arrive are
   acknowledged and dropped.
@@ -48,7 +49,7 @@ from glm5.serve.wire import Wire, WireClosed, as_type, connect, is_path
 
 T = TypeVar("T")
 WINDOW = 16  # pages on their way on one connection
-SILENCE_S = 10.0
+SILENCE_S, PATIENCE = 10.0, 3
 log = logging.getLogger(__name__)
 
 
@@ -175,8 +176,10 @@ async def keep(wire: Wire, keeper: Keeper, between: Between, pages: PageBytes, d
     async def send(load: int, name: str, first: int) -> None:
         try:
             await send_pages(load, name, first)
-        except WireClosed:
-            pass  # the receiving side sees it, too
+            await asyncio.sleep(PATIENCE * SILENCE_S)  # unless it says that it is done
+            await wire.close()
+        except (WireClosed, TimeoutError):
+            await wire.close()  # so that `receive` ends, too
         except Exception as error:
             log.exception("the pages of %s cannot be sent", name)
             wire.post("gone", load, f"{type(error).__name__}: {error}")
@@ -195,14 +198,16 @@ async def keep(wire: Wire, keeper: Keeper, between: Between, pages: PageBytes, d
         lease, hidden = found
         wire.post("have", load, lease.tokens, lease.version, hidden)
         for index in range(first, len(lease.pages)):
-            slot = await free.get()
+            async with asyncio.timeout(PATIENCE * SILENCE_S):
+                slot = await free.get()
             page = slots[slot] if slots is not None else torch.empty(pages.size, dtype=torch.uint8)
             try:
                 await _whole(asyncio.to_thread(pages.read, lease.pages[index], page))
             except BaseException:
                 free.put_nowait(slot)
                 raise
-            await wire.send("page", load, index, slot, b"" if slots is not None else page.numpy().tobytes())
+            async with asyncio.timeout(PATIENCE * SILENCE_S):
+                await wire.send("page", load, index, slot, b"" if slots is not None else page.numpy().tobytes())
         wire.post("end", load)
 
     async def settle(load: int) -> None:
@@ -256,13 +261,20 @@ class Fetcher:
     """The reader's side: fetches what an engine orders, one connection a keeper, in the event loop of `loop`.
 
     Args:
+        front: the host at which the front is seen, where an address names a port alone: its own workers are there.
         done: called in the engine's thread when a load is over, with whether all its slots were filled.
         between: see `Between`.
     """
 
     def __init__(
-        self, key: bytes, loop: asyncio.AbstractEventLoop, between: Between, done: Callable[[Load, bool], None]
+        self,
+        key: bytes,
+        loop: asyncio.AbstractEventLoop,
+        between: Between,
+        done: Callable[[Load, bool], None],
+        front: str = "",
     ) -> None:
+        self._front = front
         self._key, self._loop, self._between, self._done = key, loop, between, done
         self._peers: dict[str, _Peer] = {}
         self._tasks: set[asyncio.Task[None]] = set()
@@ -279,9 +291,11 @@ class Fetcher:
     async def _fetch(self, load: Load) -> None:
         filled = False
         try:
-            peer = self._peers.get(load.source.address)
+            address = load.source.address
+            peer = self._peers.get(address)
             if peer is None or peer.closed:
-                peer = self._peers[load.source.address] = _Peer(load.source.address, self._key)
+                where = self._front + address if address.startswith(":") else address
+                peer = self._peers[address] = _Peer(where, self._key)
             filled = await peer.fetch(load)
         except (WireClosed, TimeoutError, OSError) as error:
             log.warning("pages of %s do not come (%s): the prompt is read here", load.source.lease, error)
@@ -312,6 +326,8 @@ class _Peer:
         """Fill the load's pages. Whether they are all there."""
         async with asyncio.timeout(SILENCE_S), self._opening:
             wire = self._wire or await self._open()
+        if self.closed:
+            raise WireClosed(f"{self._address} is gone")
         if load.pages.layout != self._layout:
             raise WireClosed(f"{self._address} has pages of another form: {self._layout}, here {load.pages.layout}")
         number, inbox = next(self._numbers), asyncio.Queue[list[Any]]()

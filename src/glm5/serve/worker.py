@@ -20,7 +20,7 @@ from pathlib import Path
 from glm5.serve.config import EngineConfig
 from glm5.serve.fleet import Fleet
 from glm5.serve.remote import Hello, Remote, serve_backend
-from glm5.serve.wire import Wire, WireClosed, as_type, connect, listen
+from glm5.serve.wire import Wire, WireClosed, as_type, connect, host_and_port, is_path, listen
 from glm5.utils.errors import UserError
 
 log = logging.getLogger(__name__)
@@ -33,6 +33,7 @@ class WorkerOptions:
     Args:
         front: the front's address, a path or host:port. name: unique among its workers; `role`: prefill or decode.
         pages_at: where its pages are fetched: a path; or empty, any port of the address at which it sees the front.
+        pages_also_at: a host at which workers of other hosts can fetch them too.
         number: of several GPUs, which one it takes (modulo their count), unless `device` names one.
     """
 
@@ -42,6 +43,7 @@ class WorkerOptions:
     front: str
     key: str
     pages_at: str = ""
+    pages_also_at: str = ""
     device: str = "auto"
     dtype: str | None = None
     log_level: str = "info"
@@ -77,13 +79,22 @@ async def work(options: WorkerOptions) -> None:
     wire = await connect(options.front, key)
 
     async def reader(other: Wire) -> None:
-        directory = str(Path(options.pages_at).parent) if options.pages_at else ""
-        await keep(other, engine, runner.call, PageBytes(engine.cache), directory)
+        near = options.pages_at and not other.local_host
+        await keep(
+            other, engine, runner.call, PageBytes(engine.cache), str(Path(options.pages_at).parent) if near else ""
+        )
 
-    server = await listen(options.pages_at or f"{wire.local_host}:0", key, reader)
-    address = options.pages_at or "{}:{}".format(*server.sockets[0].getsockname()[:2])
+    servers = [await listen(options.pages_at or f"{wire.local_host}:0", key, reader)]
+    address, port = options.pages_at or "{}:{}".format(*servers[0].sockets[0].getsockname()[:2]), ""
+    if options.pages_also_at:
+        servers.append(await listen(f"{options.pages_also_at}:0", key, reader))
+        port = f":{servers[1].sockets[0].getsockname()[1]}"
     fetcher = Fetcher(
-        key, asyncio.get_running_loop(), runner.call, lambda load, filled: engine.end_load(load, filled=filled)
+        key,
+        asyncio.get_running_loop(),
+        runner.call,
+        lambda load, filled: engine.end_load(load, filled=filled),
+        "" if is_path(options.front) else host_and_port(options.front)[0],
     )
     engine.fetch = fetcher.start
     await runner.start()
@@ -97,11 +108,13 @@ async def work(options: WorkerOptions) -> None:
             pages=engine.pool.device.count,
             page=engine.cache.nbytes_per_page(),
             weight_version=engine.weight_version,
+            port=port,
         )
         await wire.send("hello", hello)
         await serve_backend(runner, wire)
     finally:
-        server.close()
+        for server in servers:
+            server.close()
         await fetcher.close()
         await runner.stop()
 
@@ -154,6 +167,8 @@ class Crew:
         for i, role in enumerate(self._roles):
             name = f"{role}-{i}"
             one = replace(self._options, role=role, name=name, front=front, pages_at=f"{home}/{name}", number=i)
+            if self._listen_at:
+                one = replace(one, pages_also_at=host_and_port(self._listen_at)[0])
             self.processes.append(_start_process(one))
         while len(self._fleet.prefill) + len(self._fleet.decode) < len(self._roles):
             if any(process.poll() is not None for process in self.processes):
