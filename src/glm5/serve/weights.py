@@ -59,7 +59,7 @@ class WeightSource:
             self.model.load_state_dict(new.state_dict())
             self.missing.clear()
         else:
-            tensors = _unpacked(update) if update.source == "tensor" else self._received(update)
+            tensors = unpacked(update) if update.source == "tensor" else self._received(update)
             assign_tensors(self.model, tensors)
             self.missing -= self._public(tensors.keys()) if self.missing else set()
         self.model.forget_joined()
@@ -162,8 +162,12 @@ def join(group: WeightGroup) -> dist.ProcessGroup:
     return made
 
 
-def _unpacked(update: WeightUpdate) -> dict[str, Tensor]:
-    """The tensors of an update that carries them."""
+def unpacked(update: WeightUpdate) -> dict[str, Tensor]:
+    """The tensors of an update that carries them.
+
+    Raises:
+        UserError: they are packed in a way that is not known.
+    """
     if len(update.tensors) != 1 or update.load_format is not None:
         what = f"weights of {len(update.tensors)} ranks in the format {update.load_format}"
         raise UserError(what, "This engine is one rank: send one safetensors file, plain")

@@ -1,0 +1,203 @@
+"""One thread that communicates: a leader's calls, one after the other, and in step with other leaders' calls.
+
+A call that other leaders' experts take part in can only run when they do, too. So before each one all leaders say what
+they want (a number each, gathered over gloo), and all take the same choice: drafts if anybody wants drafts, otherwise
+the trunk if anybody wants it. Those who want that make their call; the others run the same exchanges without rows, and
+say again what they want. Steps of different length, different numbers of drafts and idle leaders need nothing else, and
+no leader waits longer than for the other's drafts of one step. What concerns all ranks' weights (`ALL`) runs when
+everybody wants it. A round in which nothing runs is followed by a pause of `PAUSE_SECONDS`: so long may a request wait
+for idle leaders.
+
+Without other leaders calls run as they come. Either way followers hear of their leader every `TICK_SECONDS`. Read next:
+`ranks`.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from enum import IntEnum
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from glm5.parallel.mesh import ParallelError
+from glm5.utils.errors import UserError
+
+log = logging.getLogger(__name__)
+PAUSE_SECONDS = 0.002
+TICK_SECONDS = 10.0
+# How long a call for all ranks waits for the others to want it.
+TOGETHER_SECONDS = 60.0
+
+
+class RankLost(ParallelError):
+    """Another rank of the engine is gone. Nothing can be answered any more."""
+
+
+class Kind(IntEnum):
+    """What a leader wants. LOCAL concerns its own group only, and is not agreed upon."""
+
+    LOCAL = 0
+    IDLE = 1
+    TRUNK = 2
+    DRAFT = 3
+    ALL = 4
+    END = 5
+
+
+@dataclass
+class _Job:
+    kind: Kind
+    work: Callable[[], Any]
+    done: Future[Any] = field(default_factory=Future)
+    until: float = float("inf")
+
+
+class Lockstep:
+    """See the module. Its thread runs from the beginning until `close`.
+
+    Args:
+        leaders: the leaders that keep step; None where there is nothing to share.
+        tick: called when there was nothing to do for a while.
+        empty: takes part in others' calls, of the MTP block (True) or of the trunk.
+        lost: called once, when a call failed, with what happened. device: of the calls.
+    """
+
+    def __init__(
+        self,
+        *,
+        leaders: dist.ProcessGroup | None,
+        tick: Callable[[], None],
+        empty: Callable[[bool], None],
+        lost: Callable[[str], None] | None = None,
+        device: torch.device | None = None,
+    ) -> None:
+        self._leaders, self._tick, self._empty, self._lost = leaders, tick, empty, lost
+        self._device = device
+        self._wanted = threading.Condition()
+        self._job: _Job | None = None
+        self._failure: str | None = None
+        self._said = time.monotonic()
+        self._thread = threading.Thread(target=self._run, daemon=True, name="ranks")
+        self._thread.start()
+
+    def run(self, kind: Kind, work: Callable[[], Any]) -> Any:
+        """Carry out `work` in the thread, when it is its turn. One caller at a time.
+
+        Raises:
+            RankLost: the thread failed, now or before. UserError: raised by `work`, or others did not come.
+        """
+        until = time.monotonic() + TOGETHER_SECONDS if kind is Kind.ALL else float("inf")
+        job = _Job(kind, work, until=until)
+        with self._wanted:
+            while self._job is not None and self._failure is None:
+                self._wanted.wait()
+            if self._failure is not None or not self._thread.is_alive():
+                raise RankLost(self._failure or "this rank's engine is closed", "Start the server again")
+            self._job = job
+            self._wanted.notify_all()
+        return job.done.result()
+
+    def close(self, last: Callable[[], None]) -> None:
+        """End the thread, after `last`."""
+        if self._failure is None and self._thread.is_alive():
+            self.run(Kind.END, last)
+            self._thread.join()
+
+    # ------------------------------------------------------------------ the thread
+    def _run(self) -> None:
+        if self._device is not None and self._device.type == "cuda":
+            torch.cuda.set_device(self._device)
+        try:
+            while self._round():
+                pass
+        except Exception as error:
+            log.debug("the ranks' thread failed", exc_info=True)
+            self._fail(f"another rank is lost, or this one failed ({type(error).__name__}: {_first_line(error)})")
+
+    def _fail(self, what: str) -> None:
+        with self._wanted:
+            self._failure = what
+            job, self._job = self._job, None
+            self._wanted.notify_all()
+        if job is not None and not job.done.done():
+            job.done.set_exception(RankLost(what, "Start the server again"))
+        if self._lost is not None:
+            self._lost(what)
+
+    def _round(self) -> bool:
+        """One call, or one agreement; False at the end."""
+        job = self._next(0.0 if self._leaders is not None else TICK_SECONDS)
+        if self._leaders is None or (job is not None and job.kind is Kind.LOCAL):
+            if job is not None:
+                self._carry_out(job)
+            else:
+                self._keep_in_touch()
+            return job is None or job.kind is not Kind.END
+        if job is not None and time.monotonic() > job.until:
+            self._drop(job)
+            job.done.set_exception(UserError("the other ranks did not come to change weights", "Ask all of them"))
+            return True
+        kind = self._agree(Kind.IDLE if job is None else job.kind)
+        if kind is Kind.IDLE:
+            self._keep_in_touch()
+            if job is None:
+                self._next(PAUSE_SECONDS)
+            else:
+                time.sleep(PAUSE_SECONDS)  # it waits for the others
+        elif job is not None and job.kind is kind:
+            self._carry_out(job)
+            return kind is not Kind.END
+        else:
+            self._empty(kind is Kind.DRAFT)
+            self._said = time.monotonic()
+        return True
+
+    def _agree(self, own: Kind) -> Kind:
+        """What runs now, by what all want."""
+        wanted = torch.zeros(self._leaders.size(), dtype=torch.int64)  # type: ignore[union-attr]
+        wanted[self._leaders.rank()] = own  # type: ignore[union-attr]
+        dist.all_reduce(wanted, group=self._leaders)
+        kinds = {Kind(k) for k in wanted.tolist()}
+        for kind in (Kind.DRAFT, Kind.TRUNK):
+            if kind in kinds:
+                return kind
+        return kinds.pop() if len(kinds) == 1 else Kind.IDLE
+
+    def _next(self, patience: float) -> _Job | None:
+        with self._wanted:
+            if self._job is None and patience:
+                self._wanted.wait(patience)
+            return self._job
+
+    def _carry_out(self, job: _Job) -> None:
+        self._said = time.monotonic()
+        try:
+            result = job.work()
+        except UserError as error:  # all ranks have agreed on it
+            self._drop(job)
+            job.done.set_exception(error)
+            return
+        self._drop(job)
+        job.done.set_result(result)
+
+    def _drop(self, job: _Job) -> None:
+        with self._wanted:
+            if self._job is job:
+                self._job = None
+            self._wanted.notify_all()
+
+    def _keep_in_touch(self) -> None:
+        if time.monotonic() - self._said >= TICK_SECONDS:
+            self._said = time.monotonic()
+            self._tick()
+
+
+def _first_line(error: BaseException) -> str:
+    return str(error).strip().split("\n")[0][:200]

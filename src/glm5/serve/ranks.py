@@ -1,0 +1,410 @@
+"""One engine over several ranks: one decides, schedules and samples; the others run the same calls on their parts.
+
+    leader     Engine -> model.hidden, draft_hidden, lm_head; cache.copy; weights     each: a message, then the call
+    followers  message -> the same call on their heads, widths and experts, with pages of their own
+
+The ranks of a `tp` group are one leader and its followers. All communication of a leader is made by one thread, in one
+order (`lockstep`); where experts are spread over ranks (`ep`), that thread also keeps step with the other leaders. What
+a message has to say goes over gloo on CPUs, pickled between our own processes; rows of ids, hidden states and logits go
+between the devices. MLA's latent rows are read by all heads, so the pages of a `tp` group are copies of each other;
+data parallel (`dp`) engines have requests and pages of their own.
+
+A follower that dies ends its leader's next call with `RankLost`, a leader that dies its followers' wait: at once where
+the connection breaks, otherwise within `QUIET_SECONDS`. Read first: `glm5.parallel.inference`; then `lockstep`.
+"""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from glm5.model.config import ModelConfig
+from glm5.model.glm5 import GLM5
+from glm5.model.layers import Linear
+from glm5.model.paged import PagedBatch, PagedCache, Run
+from glm5.model.trace import Trace
+from glm5.model.weights import assign_tensors, load_model, public_tensors
+from glm5.parallel.inference import Share
+from glm5.parallel.mesh import World
+from glm5.serve.client import WeightUpdate
+from glm5.serve.lockstep import Kind, Lockstep
+from glm5.serve.weights import WeightSource, unpacked
+from glm5.utils.errors import CheckpointError, UserError
+
+# Without a word from its leader, after which a follower gives up; it hears one every `lockstep.TICK_SECONDS`.
+QUIET_SECONDS = 120.0
+HEAD_BYTES = 4096
+
+
+class Member:
+    """One rank's part of an engine: its part of the model, its pages, and every call that runs on all of a `tp` group.
+
+    Every rank makes one, at the same time. A call has the same arguments on all ranks, but for `sent`: tensors that
+    only the leader has, and which it sends.
+
+    Args:
+        model: as `load` gives it. share: of the same world.
+    """
+
+    def __init__(self, model: GLM5, share: Share) -> None:
+        self.model, self.share, world = model, share, share.world
+        self.tensor = world.group("tp")
+        self.leads = world.place("tp") == 0
+        mesh, wait = world.mesh, timedelta(seconds=QUIET_SECONDS)
+        grid = torch.arange(world.size).view(-1, mesh.ep, mesh.tp)  # copies of the experts, ep, tp
+        self.control = _own_group(grid.flatten(0, 1), world, wait)
+        self.leaders = _own_group(grid.transpose(1, 2).flatten(0, 1), world, wait)
+        self.peers = _own_group(grid.flatten(1), world, wait)
+        self.cache: PagedCache | None = None
+        self._store = WeightSource(model)
+        if model.device.type == "cuda":
+            model.lay_out()
+
+    def follow(self) -> None:
+        """Obey the leader until it says that it is over.
+
+        Raises:
+            RuntimeError: the leader, or another rank, is gone.
+        """
+        while True:
+            name, args = self.hear()
+            if name == "end":
+                return
+            with suppress(UserError):  # all ranks have agreed on it, and the leader raises it, too
+                getattr(self, name)(*args)
+
+    def hear(self) -> tuple[str, tuple[Any, ...]]:
+        """What the leader says next."""
+        head = torch.empty(HEAD_BYTES, dtype=torch.uint8)
+        dist.broadcast(head, src=_first(self.control), group=self.control)
+        length = int(head[:8].view(torch.int64))
+        said = head[8 : 8 + length]
+        if length > len(said):
+            rest = torch.empty(length - len(said), dtype=torch.uint8)
+            dist.broadcast(rest, src=_first(self.control), group=self.control)
+            said = torch.cat((said, rest))
+        name, args = pickle.loads(said.numpy().tobytes())  # noqa: S301  of a process that we started
+        return name, args
+
+    def tell(self, name: str, *args: Any) -> None:
+        """As the leader: name the call that follows. Most are short enough for one message."""
+        if self.control.size() == 1:
+            return
+        said = torch.frombuffer(bytearray(pickle.dumps((name, args))), dtype=torch.uint8)
+        head = torch.zeros(HEAD_BYTES, dtype=torch.uint8)
+        head[:8].view(torch.int64).fill_(len(said))
+        first, rest = said.split([n := min(len(said), HEAD_BYTES - 8), len(said) - n])
+        head[8 : 8 + n] = first
+        dist.broadcast(head, src=_first(self.control), group=self.control)
+        if len(rest):
+            dist.broadcast(rest.contiguous(), src=_first(self.control), group=self.control)
+
+    # ------------------------------------------------------------------ calls
+    def tick(self) -> None:
+        """The leader is there, and has nothing to do."""
+
+    def pages(self, count: int, host: int, options: Mapping[str, Any]) -> None:
+        """Make pages."""
+        self.cache = PagedCache(self.model.config, count, host, device=self.model.device, **options)
+
+    def copy(self, kind: str, source: int, target: int) -> None:
+        """See `PagedCache.copy`."""
+        PagedCache.copy(self._cache, kind, source, target)
+
+    def release_pages(self) -> None:
+        """See `PagedCache.release`."""
+        PagedCache.release(self._cache)
+
+    def resume_pages(self) -> None:
+        """See `PagedCache.resume`."""
+        PagedCache.resume(self._cache)
+
+    @torch.inference_mode()
+    def hidden(
+        self,
+        runs: Sequence[Run],
+        sent: Tensor | None = None,
+        batch: PagedBatch | None = None,
+        trace: Trace | None = None,
+    ) -> Tensor:
+        """`GLM5.hidden` of ids in pages; the leader has made the batch already."""
+        batch = batch or PagedBatch(self._cache, runs)
+        ids = self._sent(sent, (1, len(batch.row_N)), torch.int64)
+        return GLM5.hidden(self.model, ids, cache=batch, trace=trace)
+
+    @torch.inference_mode()
+    def draft(
+        self, runs: Sequence[Run], sent: tuple[Tensor, Tensor] | None = None, batch: PagedBatch | None = None
+    ) -> Tensor:
+        """`GLM5.draft_hidden` in pages."""
+        batch = batch or PagedBatch(self._cache, runs, first=1)
+        rows, width = len(batch.row_N), self.model.config.hidden_size
+        hidden, ids = sent or (None, None)
+        read = self._sent(hidden, (1, rows, width), self.model.dtype)
+        return GLM5.draft_hidden(self.model, read, self._sent(ids, (1, rows), torch.int64), batch)
+
+    @torch.inference_mode()
+    def head(self, rows: int, sent: Tensor | None = None) -> Tensor | None:
+        """Logits of rows, [N, V], on the leader."""
+        read = self._sent(sent, (rows, self.model.config.hidden_size), self.model.dtype)
+        part = self.share.head(self.model, read)
+        if self.tensor.size() == 1:
+            return part
+        parts = [torch.empty_like(part) for _ in range(self.tensor.size())] if self.leads else None
+        dist.gather(part, parts, dst=_first(self.tensor), group=self.tensor)
+        return torch.cat(parts, -1) if parts is not None else None
+
+    @torch.inference_mode()
+    def empty(self, draft: bool) -> None:
+        """Take part in the exchanges of a call that another leader makes."""
+        self.share.run_empty(self.model, draft=draft)
+
+    def load(self, path: str) -> None:
+        """Read other weights from disk: all ranks, or none.
+
+        Raises:
+            UserError: one of them could not.
+        """
+        problem: UserError | None = None
+        try:
+            new = load_model(Path(path), device=self.model.device, dtype=self.model.dtype, share=self.share)
+            if new.config.replace(dtype=self.model.config.dtype) != self.model.config:
+                what = f"{path}: another model's configuration"
+                raise CheckpointError(what, "Give weights of the served model")
+        except UserError as error:
+            problem = error
+        self.agree(problem)
+        self.model.load_state_dict(new.state_dict())
+        self.model.forget_joined()
+
+    def assign(
+        self, named: Sequence[tuple[str, torch.dtype, tuple[int, ...]]], sent: Mapping[str, Tensor] | None = None
+    ) -> None:
+        """Take each rank's part of whole tensors, which the leader has checked."""
+        parts = {}
+        for name, dtype, shape in named:
+            given = sent[name].to(self.model.device) if sent is not None else None
+            part = self.share.read(name, self._sent(given, shape, dtype))
+            if part is not None:
+                parts[part[0]] = part[1].clone()
+        assign_tensors(self.model, parts)
+        self.model.forget_joined()
+
+    def agree(self, problem: UserError | None) -> None:
+        """Raise the first problem of all ranks that hold parts of one model, on each of them."""
+        found: list[Any] = [None] * self.peers.size()
+        told = None if problem is None else (problem.what, problem.mend)
+        dist.all_gather_object(found, told, group=self.peers)
+        for one in found:
+            if one is not None:
+                raise CheckpointError(*one)
+
+    def release_weights(self) -> None:
+        """See `WeightSource.release`."""
+        self._store.release()
+
+    def resume_weights(self) -> None:
+        """See `WeightSource.resume`."""
+        self._store.resume()
+        if self.model.device.type == "cuda":
+            self.model.lay_out()
+
+    @torch.no_grad()
+    def whole(self, name: str) -> Tensor:
+        """A tensor of the model, whole again."""
+        return self.share.whole(name, self.model.state_dict()[name])
+
+    # ------------------------------------------------------------------ helpers
+    @property
+    def _cache(self) -> PagedCache:
+        assert self.cache is not None, "the engine makes pages first"
+        return self.cache
+
+    def _sent(self, given: Tensor | None, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        """The leader's tensor, on every rank of the group."""
+        if self.tensor.size() == 1:
+            assert given is not None
+            return given
+        if given is None:
+            given = torch.empty(shape, dtype=dtype, device=self.model.device)
+        given = given.contiguous()
+        dist.broadcast(given, src=_first(self.tensor), group=self.tensor)
+        return given
+
+
+def _first(group: dist.ProcessGroup) -> int:
+    return dist.get_process_group_ranks(group)[0]
+
+
+def _own_group(groups: Tensor, world: World, wait: timedelta) -> dist.ProcessGroup:
+    """Of groups on CPUs, which all ranks make, this rank's."""
+    made = [(ranks, dist.new_group(ranks, timeout=wait, backend="gloo")) for ranks in groups.tolist()]
+    return next(group for ranks, group in made if world.rank in ranks)
+
+
+class Leader:
+    """The rank of a `tp` group whose engine decides: `glm5.serve.engine.Ranks`. Its model, given to an engine, runs on
+    all ranks of the group.
+
+    Args:
+        member: of this rank.
+        lost: called, in another thread, when ranks are lost, with what happened.
+    """
+
+    def __init__(self, member: Member, lost: Callable[[str], None] | None = None) -> None:
+        self.member, share = member, member.share
+        self._steps = Lockstep(
+            leaders=member.leaders if share.ep > 1 else None,
+            tick=lambda: member.tell("tick"),
+            empty=self._empty,
+            lost=lost,
+            device=member.model.device,
+        )
+        self.model = member.model
+        self.model.__class__ = LedGLM5
+        self.model.lm_head.__class__ = LedHead
+        self.model.leader = self.model.lm_head.leader = self  # type: ignore[assignment]
+        self.weights = LedWeights(self)
+
+    def do(self, name: str, *args: Any, kind: Kind = Kind.LOCAL, **sent: Any) -> Any:
+        """Run a call of `Member` on all ranks of the group; the leader's result.
+
+        Raises:
+            RankLost: another rank is gone. UserError: the call's own.
+        """
+
+        def work() -> Any:
+            self.member.tell(name, *args)
+            return getattr(self.member, name)(*args, **sent)
+
+        return self._steps.run(kind, work)
+
+    def together(self, work: Callable[[], Any]) -> Any:
+        """Run `work` in the thread that communicates, when all leaders want to."""
+        return self._steps.run(Kind.ALL, work)
+
+    def pages(self, config: ModelConfig, count: int, host: int = 0, **options: Any) -> PagedCache:
+        """As `PagedCache`, on all ranks, each on its own device."""
+        self.do("pages", count, host, {k: v for k, v in options.items() if k != "device"})
+        cache = self.member.cache
+        assert cache is not None
+        cache.__class__ = LedCache
+        cache.leader = self  # type: ignore[attr-defined]
+        return cache
+
+    def close(self) -> None:
+        """Let the followers go. Where experts are spread, this returns when all leaders close."""
+        self._steps.close(lambda: self.member.tell("end"))
+
+    def _empty(self, draft: bool) -> None:
+        self.member.tell("empty", draft)
+        self.member.empty(draft)
+
+
+class LedGLM5(GLM5):
+    """A model whose calls for pages run on all ranks of a leader's group."""
+
+    leader: Leader
+
+    def hidden(self, input_ids: Tensor, *, cache: Any = None, trace: Trace | None = None, **_: Any) -> Tensor:
+        """See `GLM5.hidden`; in pages only."""
+        runs = tuple(cache.runs)
+        out: Tensor = self.leader.do("hidden", runs, kind=Kind.TRUNK, sent=input_ids, batch=cache, trace=trace)
+        return out
+
+    def draft_hidden(self, hidden_BTD: Tensor, next_ids: Tensor, cache: Any, *_: Any, **__: Any) -> Tensor:
+        """See `GLM5.draft_hidden`; in pages only."""
+        runs = tuple(cache.runs)
+        out: Tensor = self.leader.do("draft", runs, kind=Kind.DRAFT, sent=(hidden_BTD, next_ids), batch=cache)
+        return out
+
+
+class LedHead(Linear):
+    """A head whose rows are on all ranks of a leader's group."""
+
+    leader: Leader
+
+    def forward(self, x_ND: Tensor) -> Tensor:
+        """Logits [N, V]."""
+        out: Tensor = self.leader.do("head", len(x_ND), sent=x_ND)
+        return out
+
+
+class LedCache(PagedCache):
+    """Pages of a leader's group; those of this rank are read and written here."""
+
+    leader: Leader
+
+    def copy(self, kind: str, source: int, target: int) -> None:
+        self.leader.do("copy", kind, source, target)
+
+    def release(self) -> None:
+        self.leader.do("release_pages")
+
+    def resume(self) -> None:
+        self.leader.do("resume_pages")
+
+
+class LedWeights(WeightSource):
+    """Updates that reach every rank. Where experts are spread, all leaders must be given each of them: they are applied
+    when all have come."""
+
+    def __init__(self, leader: Leader) -> None:
+        super().__init__(leader.model)
+        self._leader, self._member = leader, leader.member
+        with torch.device("meta"):
+            self._whole = GLM5(self.model.config, seed=None)
+        self._names = WeightSource(self._whole)
+
+    def _public(self, names: Iterable[str]) -> set[str]:
+        return self._names._public(names)
+
+    def apply(self, update: WeightUpdate) -> None:
+        if self.released:
+            raise UserError("the memory of the weights was released", "Resume it first: /resume_memory_occupation")
+        if update.source == "disk":
+            self._leader.do("load", update.path, kind=Kind.ALL)
+            self.missing.clear()
+            return
+        problem: UserError | None = None
+        tensors: dict[str, Tensor] = {}
+        try:
+            tensors = unpacked(update) if update.source == "tensor" else self._received(update)
+            assign_tensors(self._whole, tensors)  # which has no memory: names, shapes and values are looked at
+        except UserError as error:
+            problem = error
+        named = [(name, tensor.dtype, tuple(tensor.shape)) for name, tensor in tensors.items()]
+
+        def assign() -> None:
+            self._member.tell("agree", None)
+            self._member.agree(problem)
+            self._member.tell("assign", named)
+            self._member.assign(named, tensors)
+
+        self._leader.together(assign)
+        self.missing -= self._public(tensors.keys()) if self.missing else set()
+
+    def tensors(self) -> Iterator[tuple[str, Tensor]]:
+        for name in self.model.state_dict():
+            if name == "lm_head.weight" and self.model.config.tie_word_embeddings:
+                continue
+            whole: Tensor = self._leader.do("whole", name, kind=Kind.ALL)
+            yield from public_tensors(name, whole.to(self.model.dtype) if name.endswith("mlp.gate.weight") else whole)
+
+    def release(self) -> None:
+        if not self.released:
+            self.missing = self._public(self.model.state_dict().keys())
+            self._leader.do("release_weights", kind=Kind.ALL)
+            self.released = True
+
+    def resume(self) -> None:
+        self._leader.do("resume_weights", kind=Kind.ALL)
+        self.released = False

@@ -1,0 +1,274 @@
+"""An engine over two ranks: the ids and log-probabilities of one process, whatever is done to it."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import save
+
+from glm5.model.weights import disk_tensors, load_model, save_model
+from glm5.parallel.inference import Share, check
+from glm5.parallel.mesh import Mesh, World
+from glm5.serve.client import WeightUpdate
+from glm5.serve.config import EngineConfig
+from glm5.serve.engine import Engine
+from glm5.serve.fold import Folded
+from glm5.serve.lockstep import RankLost
+from glm5.serve.ranks import Leader, Member
+from glm5.serve.request import Request, SamplingParams
+from glm5.utils.errors import ConfigError, UserError
+from support.drafting import agreeable
+from support.ranks import exit_codes, run_ranks
+from support.tiny import tiny_config
+
+LENGTHS = (1, 23, 25, 64, 65, 129, 200)  # around k = 24, and around pages of 64
+GREEDY = SamplingParams(max_new_tokens=10, temperature=0.0, ignore_eos=True, logprobs=0)
+ROOMY = EngineConfig(pages=40, context=256, overlap=False, cuda_graphs=False)
+TOLERANCE = 2e-5
+
+# How the prompts are run: settings, and how often in turn.
+WAYS: dict[str, EngineConfig] = {
+    "plain": ROOMY,
+    "drafts": replace(ROOMY, drafts=3, overlap=True),
+    "chunks": replace(ROOMY, drafts=2, chunk=7, max_running=8, max_batched_tokens=30),
+    "preempted": replace(ROOMY, drafts=3, pages=20),
+    "host": replace(ROOMY, pages=6, host_pages=20, drafts=1),
+}
+
+Told = list[tuple[list[int], list[float]]]
+
+
+def prompts() -> list[list[int]]:
+    generator = torch.Generator().manual_seed(1)
+    return [torch.randint(6, 320, (n,), generator=generator).tolist() for n in LENGTHS]
+
+
+def answers(engine: Engine, asked: list[list[int]], *, crowd: bool = False) -> Told:
+    """With a crowd: strangers of higher priority come in the middle, and take the pages."""
+    requests = [Request(ids, GREEDY) for ids in asked]
+    folded = {request.rid: Folded() for request in requests}
+    for request in requests:
+        engine.add(request)
+    for step in itertools.count():
+        if step == 4 and crowd:
+            for i in range(4):
+                engine.add(Request([10 + i] * 240, replace(GREEDY, max_new_tokens=3), priority=1))
+        if not engine.has_work:
+            break
+        for delta in engine.advance(lambda: None) if engine.overlap else engine.step():
+            if delta.rid in folded:
+                folded[delta.rid].add(delta)
+        engine.scheduler.check()
+    return [(one.ids, one.logprobs) for one in folded.values()]
+
+
+def all_ways(engine_of: Callable[[EngineConfig], Engine], some: slice = slice(None)) -> dict[str, Any]:
+    """Answers of every way, cold and then warm, to some of the prompts."""
+    found: dict[str, Any] = {}
+    for name, config in WAYS.items():
+        engine = engine_of(config)
+        found[name] = answers(engine, prompts()[some], crowd=name == "preempted")
+        found[f"{name}, warm"] = answers(engine, prompts()[some])
+        found[f"{name}, of the engine"] = (engine.stats().prefix_hits > 0, engine.scheduler.preemptions > 0)
+        engine.close()
+    return found
+
+
+def same(found: Told, expected: Told) -> None:
+    for (ids, logprobs), (right_ids, right_logprobs) in zip(found, expected, strict=True):
+        assert ids == right_ids
+        torch.testing.assert_close(torch.tensor(logprobs), torch.tensor(right_logprobs), rtol=0, atol=TOLERANCE)
+
+
+@pytest.fixture(scope="module")
+def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
+    """Two models with the same shapes."""
+    paths = [tmp_path_factory.mktemp("ranks") / name for name in ("one", "two")]
+    for seed, path in enumerate(paths):
+        save_model(agreeable(seed), path, max_shard_bytes=100_000)
+    return [str(path) for path in paths]
+
+
+@pytest.fixture(scope="module")
+def expected(checkpoints: list[str]) -> dict[str, Any]:
+    """What one process answers."""
+    torch.set_num_threads(1)
+    models = [load_model(path) for path in checkpoints]
+    found = all_ways(lambda config: Engine(models[0], config))
+    found["other weights"] = answers(Engine(models[1], WAYS["drafts"]), prompts())
+    found["sums"] = Engine(models[0], ROOMY).checksum()
+    return found
+
+
+def _lead(world: World, checkpoint: str, lead: Callable[[Leader], Any]) -> Any:
+    """Run `lead` where a rank decides; the others follow, and give their pages and what they hold of the weights."""
+    share = Share(world, tiny_config())
+    member = Member(load_model(checkpoint, share=share), share)
+    found = None
+    if member.leads:
+        leader = Leader(member)
+        found = lead(leader)
+        leader.close()
+    else:
+        member.follow()
+    assert member.cache is not None
+    pages = [pool.clone() for pool in member.cache.tensors()]
+    return found, pages, sum(p.numel() for p in member.model.parameters())
+
+
+# --------------------------------------------------------------------------- tensor parallel
+def _tensor_parallel(world: World, checkpoints: list[str]) -> Any:
+    def lead(leader: Leader) -> dict[str, Any]:
+        found = all_ways(lambda config: Engine(leader.model, config, ranks=leader))
+        engine = Engine(leader.model, WAYS["drafts"], ranks=leader)
+        found["sums"] = engine.checksum()
+        new = dict(disk_tensors(load_model(checkpoints[1])))
+        for broken in ({"no.such": torch.ones(2)}, {"model.norm.weight": torch.full((48,), torch.nan)}):
+            with pytest.raises(UserError, match="do not fit"):
+                engine.update_weights(WeightUpdate("tensor", tensors=(save({**new, **broken}),)))
+        with pytest.raises(UserError, match="no such directory"):
+            engine.update_weights(WeightUpdate("disk", path="/no/where"))
+        assert engine.checksum() == found["sums"]
+        engine.update_weights(WeightUpdate("tensor", tensors=(save(new),), weight_version="1"))
+        found["other weights"] = answers(engine, prompts())
+        engine.update_weights(WeightUpdate("disk", path=checkpoints[0]))
+        found["back"] = answers(engine, prompts())
+        engine.release_memory(("weights", "kv_cache"))
+        assert engine.resting is not None
+        engine.resume_memory(("weights", "kv_cache"))
+        assert "weights have not come" in (engine.resting or "")
+        engine.update_weights(WeightUpdate("disk", path=checkpoints[0]))
+        found["resumed"] = answers(engine, prompts())
+        engine.close()
+        return found
+
+    return _lead(world, checkpoints[0], lead)
+
+
+def test_two_ranks_with_half_of_the_heads_each(checkpoints: list[str], expected: dict[str, Any]) -> None:
+    (found, pages, held), (_, their_pages, their_held) = run_ranks(2, "tp=2", _tensor_parallel, checkpoints)
+    for name in WAYS:
+        same(found[name], expected[name])
+        same(found[f"{name}, warm"], expected[f"{name}, warm"])
+        assert found[f"{name}, of the engine"] == expected[f"{name}, of the engine"]
+    assert expected["preempted, of the engine"] == (True, True)  # the ways do what their names say
+    assert found["sums"] == expected["sums"]
+    same(found["other weights"], expected["other weights"])
+    for again in ("back", "resumed"):
+        same(found[again], expected["drafts"])
+    for mine, theirs in zip(pages, their_pages, strict=True):
+        assert torch.equal(mine, theirs)  # both ranks computed the same latent rows, keys and states, to the bit
+    whole = sum(p.numel() for p in agreeable(0).parameters())
+    assert held == their_held < 0.65 * whole
+
+
+# --------------------------------------------------------------------------- data and expert parallel
+def _data_parallel(world: World, checkpoints: list[str]) -> Any:
+    mine = slice(world.place("dp"), None, 2)
+
+    def lead(leader: Leader) -> dict[str, Any]:
+        found = all_ways(lambda config: Engine(leader.model, config, ranks=leader), mine)
+        engine = Engine(leader.model, WAYS["drafts"], ranks=leader)
+        if world.place("dp") == 0:  # while the other one has nothing to do
+            found["alone"] = answers(engine, prompts())
+        found["sums"] = engine.checksum()
+        engine.update_weights(WeightUpdate("disk", path=checkpoints[1]))
+        found["other weights"] = answers(engine, prompts()[mine])
+        engine.close()
+        return found
+
+    return _lead(world, checkpoints[0], lead)
+
+
+def test_two_ranks_with_half_of_the_experts_each(checkpoints: list[str], expected: dict[str, Any]) -> None:
+    results = run_ranks(2, "dp=2,ep=2", _data_parallel, checkpoints)
+    for place, (found, _, held) in enumerate(results):
+        mine = slice(place, None, 2)
+        for name in WAYS:
+            same(found[name], expected[name][mine])
+            same(found[f"{name}, warm"], expected[f"{name}, warm"][mine])
+        assert found["sums"] == expected["sums"]
+        same(found["other weights"], expected["other weights"][mine])
+        parameters = list(agreeable(0).named_parameters())
+        experts = sum(p.numel() for name, p in parameters if ".experts." in name)
+        assert held == sum(p.numel() for _, p in parameters) - experts // 2
+    same(results[0][0]["alone"], expected["drafts"])
+
+
+def _four(world: World, checkpoints: list[str]) -> Any:
+    mine = slice(world.place("dp"), None, 2)
+
+    def lead(leader: Leader) -> Any:
+        engine = Engine(leader.model, WAYS["drafts"], ranks=leader)
+        first = answers(engine, prompts()[mine])
+        new = save(dict(disk_tensors(load_model(checkpoints[1]))))
+        engine.update_weights(WeightUpdate("tensor", tensors=(new,)))
+        found = first, engine.checksum(), answers(engine, prompts()[mine])
+        engine.close()
+        return found
+
+    return _lead(world, checkpoints[0], lead)
+
+
+def test_heads_and_experts_over_four_ranks(checkpoints: list[str], expected: dict[str, Any]) -> None:
+    results = [found for found, _, _ in run_ranks(4, "dp=2,tp=2,ep=2", _four, checkpoints) if found is not None]
+    sums = Engine(load_model(checkpoints[1]), ROOMY).checksum()
+    assert len(results) == 2
+    for place, (first, found_sums, second) in enumerate(results):
+        same(first, expected["drafts"][place::2])
+        assert found_sums == sums
+        same(second, expected["other weights"][place::2])
+
+
+# --------------------------------------------------------------------------- a rank dies
+def _dies(world: World, checkpoint: str, who: int) -> None:
+    share = Share(world, tiny_config())
+    member = Member(load_model(checkpoint, share=share), share)
+    if member.leads:
+        lost: list[str] = []
+        leader = Leader(member, lost.append)
+        engine = Engine(leader.model, ROOMY, ranks=leader)
+        began = time.monotonic()
+        try:
+            while time.monotonic() < began + 30:
+                answers(engine, prompts()[:2])
+                if world.rank == who:
+                    os._exit(9)
+        except RankLost as error:
+            os._exit(3 if lost and "Start the server again" in str(error) and len(lost) == 1 else 4)
+        os._exit(5)
+    try:
+        if world.rank == who:
+            member.hear()
+            os._exit(9)
+        member.follow()
+    except RuntimeError:
+        os._exit(3)
+
+
+@pytest.mark.parametrize(("mesh", "who"), [("tp=2", 0), ("tp=2", 1), ("dp=2,ep=2", 1)])
+def test_when_a_rank_dies_the_other_ends_with_an_error(checkpoints: list[str], mesh: str, who: int) -> None:
+    codes = exit_codes(2, mesh, _dies, checkpoints[0], who, timeout=60)
+    assert codes[who] == 9
+    assert codes[1 - who] == 3
+
+
+def test_meshes_that_do_not_fit() -> None:
+    for text, what in (
+        ("tp=3", "num_attention_heads"),
+        ("tp=8", "num_attention_heads"),
+        ("dp=3,ep=3", "n_routed_experts"),
+        ("pp=2", "training only"),
+        ("cp=2", "training only"),
+    ):
+        with pytest.raises(ConfigError, match=what):
+            check(Mesh.parse(text), tiny_config())
+    with pytest.raises(ConfigError, match="moe_intermediate_size"):
+        check(Mesh.parse("tp=4"), tiny_config(moe_intermediate_size=38, n_shared_experts=2))
