@@ -29,13 +29,14 @@ from glm5.parallel.mesh import World
 from glm5.train.checkpoint import CheckpointStore
 from glm5.train.config import TrainConfig
 from glm5.train.estimate import count_parameters
-from glm5.train.losses import language_model_loss, router_bias_update
+from glm5.train.losses import router_bias_update
+from glm5.train.objective import Objective
 from glm5.train.optim import MuonSplit, clip_grad_norm, first_nonfinite, parameter_roles
 from glm5.train.random_state import capture_random_state, restore_random_state, seed_random_state
 from glm5.train.ranks import PipelineOptions, Ranks, SilentLog, check_batch
 from glm5.train.rows import Rows, check_stage
 from glm5.train.stopping import stop_requests
-from glm5.train.totals import Counts, IndexerFigures, Totals, weighted
+from glm5.train.totals import Counts, IndexerFigures, Totals
 from glm5.utils.errors import CheckpointError, NumericalError, UserError
 from glm5.utils.progress import Progress
 from glm5.utils.runlog import RunLog, keep_config
@@ -193,97 +194,15 @@ class Trainer:
         self, pipeline: Pipeline, rows: list[Rows], counts: Counts
     ) -> tuple[Totals, tuple[float, Rows] | None]:
         """The same, of this rank's stages of a pipeline."""
-        from glm5.parallel.pipeline.stage import Pass, Work
-        from glm5.train.piped import StageTotals
+        from glm5.train.piped import StageTotals, run_stages
 
-        config, totals = self.config, StageTotals(pipeline, self.model.config)
-
-        def objective(done: Pass) -> Tensor | None:
-            targets = [done.rows.targets[0]]
-            if done.kept:
-                targets += done.rows.head(done.kept).targets[1 : config.mtp_depths + 1]
-            here = [stage for stage in pipeline.stages.values() if stage.parts.head] if done.hidden else []
-            loss = self._terms(counts, done.hidden, here[0] if here else None, targets, done.trunk, done.mtp, totals)
-            totals.add_stage(done.parts, done.trunk, done.mtp)
-            return done.head_VD.new_zeros(()) if loss is None and done.head_VD is not None else loss
-
-        dealt = sum(len(r.ids_BS) for r in rows)
-        work = Work(
-            rows,
-            objective,
-            depths=config.mtp_depths,
-            mtp_rows=self.ranks.mtp_rows(counts.mtp_rows, 0, dealt)[0],
-            sparse=config.sparse,
-            indexer=config.trains_indexer,
-            balance=config.trains_model,
-            joint=config.trains_model,
-        )
-        loss = float(sum(float(x) for x in pipeline.step(work)))
+        totals = StageTotals(pipeline, self.model.config)
+        loss = run_stages(pipeline, Objective(self.config, self.ranks, self.tokens, counts, totals), rows, totals)
         return totals, None if math.isfinite(loss) else (loss, rows[0])
 
     def _losses(self, rows: Rows, first: int, counts: Counts, totals: Totals) -> Tensor:
-        """The step's loss from one micro-batch, whose rows begin with the step's row `first`. See `_terms`."""
-        config, model = self.config, self.model
-        wanted: dict[str, Any] = dict(indexer=config.trains_indexer, balance=config.trains_model, total=rows.total)
-        trunk, mtp = Aux(**wanted, valid=rows.valid_BT()), Aux(**wanted)
-        hidden = [
-            model.hidden(rows.input_BT, documents=rows.documents_BT, cache=rows.held, sparse=config.sparse, aux=trunk)
-        ]
-        targets = [rows.targets[0]]
-        kept, counted = self.ranks.mtp_rows(counts.mtp_rows, first, len(rows.ids_BS))
-        if kept:
-            share = rows.head(kept, counted)
-            depths = model.mtp_hidden(
-                hidden[0][:kept],
-                share.ids_BS,
-                config.mtp_depths,
-                documents=share.documents_BS,
-                cache=share.held,
-                sparse=config.sparse,
-                aux=mtp,
-            )
-            for depth in range(1, config.mtp_depths + 1):
-                mtp.valid = share.valid_BT(depth)  # read when the depth is asked for
-                hidden.append(next(depths))
-                targets.append(share.targets[depth])
-        loss = self._terms(counts, hidden, model, targets, trunk, mtp, totals)
-        totals.add_loads([*trunk.loads, *mtp.loads])
-        if config.trains_indexer:
-            totals.indexers.add([*trunk.indexer_losses, *mtp.indexer_losses])
-        return hidden[0].new_zeros((), dtype=torch.float32) if loss is None else loss
-
-    def _terms(
-        self,
-        counts: Counts,
-        hidden: list[Tensor],
-        model: GLM5 | None,
-        targets: list[tuple[Tensor, Tensor]],
-        trunk: Aux,
-        mtp: Aux,
-        totals: Totals,
-    ) -> Tensor | None:
-        """The step's loss from what layers and heads made of one micro-batch; None where they made nothing.
-
-        Sums over the whole step's counts, so that it does not matter how a step is cut. MTP runs on the first
-        `counts.mtp_rows` rows of the step; its terms are scaled up to all, and averaged over the depths.
-        """
-        config, terms = self.config, []
-        scale = counts.rows / counts.mtp_rows if counts.mtp_rows else 0.0
-        per_depth = scale / config.mtp_depths if counts.mtp_rows else 0.0
-        if config.trains_model and hidden:
-            assert model is not None
-            weight, head = self.ranks.head(model)
-            mtp_weight = config.mtp_weight_at(self.tokens) * scale if len(hidden) > 1 else 0.0
-            lm = language_model_loss(hidden, weight, targets, mtp_weight=mtp_weight, cross_entropy=head.cross_entropy)
-            terms.append(lm.loss_sum / counts.tokens)
-            totals.add_lm(lm.ce_sums, lm.tokens)
-        if balances := [*trunk.balance_losses, *mtp.balance_losses]:
-            balance = weighted(balances, len(trunk.balance_losses), per_depth)
-            terms.append(config.balance_weight * balance / counts.rows)
-        if kls := [x.kl for x in (*trunk.indexer_losses, *mtp.indexer_losses)]:
-            kl = weighted(kls, len(trunk.indexer_losses), per_depth)
-            terms.append(config.indexer_weight * kl / counts.queries)
-        return sum(terms[1:], terms[0]) if terms else None
+        """The step's loss from one micro-batch, whose rows begin with the step's row `first`."""
+        return Objective(self.config, self.ranks, self.tokens, counts, totals).of(self.model, rows, first)
 
     def _rows(self, count: int) -> list[Rows]:
         """This rank's micro-batches of a step of so many rows."""

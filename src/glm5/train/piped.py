@@ -18,8 +18,11 @@ from glm5.model.trace import Aux
 from glm5.parallel.mesh import World
 from glm5.parallel.pipeline.engine import Pipeline, build
 from glm5.parallel.pipeline.layout import Parts
+from glm5.parallel.pipeline.stage import Pass, Work
 from glm5.parallel.shard import parallelize, whole
+from glm5.train.objective import Objective
 from glm5.train.ranks import PipelineOptions, Ranks
+from glm5.train.rows import Rows
 from glm5.train.totals import Totals
 from glm5.utils.errors import CheckpointError
 
@@ -93,6 +96,32 @@ class StageTotals(Totals):
             self.indexers.sums = None
         self.loads = [t for _, t in sorted((layer, t) for s in stages for layer, t in s[3].items())]
         self.indexers.maxima = [t for _, t in sorted((layer, t) for s in stages for layer, t in s[4].items())]
+
+
+def run_stages(pipeline: Pipeline, objective: Objective, rows: list[Rows], totals: StageTotals) -> float:
+    """All of a step's micro-batches through this rank's stages, forward and backward. Returns its part of the loss."""
+    config = objective.config
+    heads = next((stage for stage in pipeline.stages.values() if stage.parts.head), None)
+
+    def loss_of(done: Pass) -> Tensor | None:
+        targets = [done.rows.targets[0]]
+        if done.kept:
+            targets += done.rows.head(done.kept).targets[1 : config.mtp_depths + 1]
+        loss = objective.terms(done.hidden, heads, targets, done.trunk, done.mtp)
+        totals.add_stage(done.parts, done.trunk, done.mtp)
+        return done.head_VD.new_zeros(()) if loss is None and done.head_VD is not None else loss
+
+    work = Work(
+        rows,
+        loss_of,
+        depths=config.mtp_depths,
+        mtp_rows=objective.ranks.mtp_rows(objective.counts.mtp_rows, 0, sum(len(r.ids_BS) for r in rows))[0],
+        sparse=config.sparse,
+        indexer=config.trains_indexer,
+        balance=config.trains_model,
+        joint=config.trains_model,
+    )
+    return sum(float(x) for x in pipeline.step(work))
 
 
 def _on_cpu(values: tuple[object, ...]) -> tuple[object, ...]:
