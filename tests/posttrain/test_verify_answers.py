@@ -264,14 +264,15 @@ def test_generators_that_do_not_take_their_own_answer(name: str) -> None:
     assert gym.check("x", entry["answer"], {"dataset": name, "metadata": {}}).cause == "error"
 
 
-def test_a_generator_that_takes_any_answer_is_left_out() -> None:
+def test_generators_that_take_answers_of_other_tasks_are_left_out() -> None:
     import reasoning_gym
 
-    (name,) = gym.ANY_ANSWER
-    entry = reasoning_gym.create_dataset(name, size=1, seed=3)[0]
-    assert reasoning_gym.get_score_answer_fn(name)("banana", entry) == 1
-    with pytest.raises(ConfigError, match="cannot be trusted"):
-        gym.rows(name, 1, seed=3)
+    for name, answer in (("game_of_life_halting", "banana"), ("puzzle24", "6 * 1 * 4 * 1")):
+        tasks = reasoning_gym.create_dataset(name, size=3, seed=3)
+        assert all(reasoning_gym.get_score_answer_fn(name)(answer, entry) == 1 for entry in tasks)
+        with pytest.raises(ConfigError, match="cannot be trusted"):
+            gym.rows(name, 1, seed=3)
+        assert name in gym.ANY_ANSWER
 
 
 @pytest.mark.parametrize("name", sorted(gym.NO_JSON))
@@ -318,6 +319,13 @@ def test_answers_are_never_run(name: str, tmp_path: Path) -> None:
         file.unlink()
 
 
+def test_long_answers_in_a_box() -> None:
+    row = gym.rows("tower_of_hanoi", 1, seed=11, min_disks=5, max_disks=5)[0]
+    said = "\n".join(row["answer"]) if isinstance(row["answer"], list) else str(row["answer"])
+    assert len(said) > 400
+    assert gym.check(f"<think>x</think><|begin_of_box|>{said}<|end_of_box|>", row["answer"], row["info"]).reward == 1
+
+
 def test_an_integral_is_no_answer_to_an_integral() -> None:
     """The library takes the question itself, unevaluated, for an answer; and stores such answers."""
     import reasoning_gym
@@ -353,7 +361,7 @@ def test_no_other_generator_runs_answers() -> None:
         if re.search(r"(?<!\.)\b(?:eval|exec)\(|parse_expr\(|sympify\(", path.read_text()):
             found.add(path.stem)
     makers = {"codeio", "generators_00_49", "generators_50_99", "bitwise_arithmetic", "basic_arithmetic"}
-    makers |= {"number_sorting", "propositional_logic"}  # of their own texts, not of answers; the last is left out
+    makers |= {"number_sorting", "propositional_logic", "puzzle24"}  # of their own texts, or left out
     assert found == makers | gym.EVAL | set(gym.PARSE)
 
 

@@ -2,7 +2,7 @@
 
 Tasks are made from a seed on the spot: data that needs no download. A reward is 1 where the task's verifier gives its
 full mark and 0 otherwise; with `info["partial"]` its own figure. Left out, as of 0.1.25: generators that store no
-answer, so that nothing can be held against their verifier; one that takes any text for its answer; and those whose
+answer, so that nothing can be held against their verifier; two that take answers to other tasks; and those whose
 tasks do not survive JSON. Some of the others run the answer as Python: such an answer must be plain arithmetic, or is
 wrong unread. Source: reasoning-gym (arXiv:2505.24760). Read next: `glm5.posttrain.prompts`.
 """
@@ -15,14 +15,14 @@ from collections.abc import Mapping
 from functools import cache
 from typing import Any
 
-from glm5.posttrain.verify.extract import final_answer, without_thinking
+from glm5.posttrain.verify.extract import final_answer, last_box, without_thinking
 from glm5.posttrain.verify.verdict import Verdict, judged, no_verdict
 from glm5.utils.errors import ConfigError, DataError
 
 # Their stored answer is None, which their own verifier scores 0.
 NO_ANSWER = frozenset({"boxnet", "graph_color", "propositional_logic", "rubiks_cube", "rush_hour"})
-# bool("False") is True: whatever is written counts as the answer.
-ANY_ANSWER = frozenset({"game_of_life_halting"})
+# bool("False") is True: whatever is written counts as the answer. And whatever makes 24 counts, of any four numbers.
+ANY_ANSWER = frozenset({"game_of_life_halting", "puzzle24"})
 # Their tasks hold tuples and grids that come back from a file as something else.
 NO_JSON = frozenset({"arc_agi", "rearc"})
 EXCLUDED = NO_ANSWER | ANY_ANSWER | NO_JSON
@@ -31,7 +31,6 @@ EVAL = frozenset({"string_insertion", "spiral_matrix", "binary_matrix", "n_queen
 # They call sympy's `parse_expr`, which runs Python as well, on every answer; and the functions that answers may call.
 PARSE = {
     "countdown": frozenset[str](),
-    "puzzle24": frozenset[str](),
     "polynomial_multiplication": frozenset[str](),
     "simple_integration": frozenset[str](),
     "intermediate_integration": frozenset(
@@ -55,8 +54,9 @@ def check(response: str, answer: Any, info: Mapping[str, Any]) -> Verdict:
         return no_verdict(f"info.dataset={name!r} is no generator that is used here, or info.metadata is missing")
     entry = {"question": info.get("question", ""), "answer": answer, "metadata": dict(metadata)}
     said = final_answer(response)
-    if said is None:  # an answer of many lines, as grids are
-        said = without_thinking(response).strip()
+    if said is None:  # an answer of many lines, as grids are, or a long one
+        text = without_thinking(response)
+        said = (last_box(text) or text).strip()
     if not said:
         return judged(False, "no final answer")
     if not is_plain(name, said):
@@ -119,7 +119,7 @@ def _score(name: str) -> Any:
 def rows(name: str, count: int, seed: int, **config: Any) -> list[dict[str, Any]]:
     """Tasks of one generator in the form of `glm5.posttrain.prompts`: a function of its name, seed and configuration.
 
-    Tasks whose stored answer is not plain (`is_plain`) are passed over.
+    Tasks whose stored answer is blank, or not plain (`is_plain`), are passed over.
 
     Raises:
         ConfigError: there is no such generator, or it is one of those left out.
@@ -132,11 +132,12 @@ def rows(name: str, count: int, seed: int, **config: Any) -> list[dict[str, Any]
     if name not in names():
         raise ConfigError("dataset", name, "reasoning-gym has no such generator")
     made: list[dict[str, Any]] = []
-    size = 4 * count if name in PARSE else count
+    # Some of these generators' tasks are passed over; what task i is does not depend on how many there are.
+    size = 4 * count if name in PARSE or name == "ab" else count
     for index, entry in enumerate(reasoning_gym.create_dataset(name, size=size, seed=seed, **config)):
         if len(made) == count:
             break
-        if not is_plain(name, str(entry["answer"])):
+        if not is_plain(name, str(entry["answer"])) or not str(entry["answer"]).strip():
             continue
         info = {"dataset": name, "metadata": entry["metadata"]}
         try:
