@@ -175,6 +175,10 @@ class Remote:
             watch.cancel()
             await self._wire.close()
 
+    async def close(self) -> None:
+        """Let it go: it sees the end of the connection."""
+        await self._wire.close()
+
     async def _watch(self) -> None:
         while time.monotonic() - self._heard < SILENT_S:
             await asyncio.sleep(SILENT_S / 10)
