@@ -26,7 +26,7 @@ from glm5.serve.fleet import Fleet
 from glm5.serve.llm import Answer
 from glm5.serve.prefix import page_keys
 from glm5.serve.remote import Hello, Remote, serve_backend
-from glm5.serve.request import Request, SamplingParams
+from glm5.serve.request import Constraint, PageSource, Request, SamplingParams
 from glm5.serve.runner import Runner
 from glm5.serve.transfer import Fetcher, PageBytes, keep
 from glm5.serve.wire import Wire, WireClosed, as_type, connect, listen
@@ -278,6 +278,41 @@ def test_all_caches_of_a_page_move(model: GLM5, tmp_path: Path) -> None:
     play(test)
 
 
+def test_whatever_is_asked_is_answered_as_by_one_engine(model: GLM5, tmp_path: Path) -> None:
+    """Forms, stops, bias, figures of the prompt, what could be drawn, experts: all of it passes between processes."""
+    asked = [
+        replace(GREEDY, constraint=Constraint("regex", "[0-9]{3}"), max_new_tokens=30, ignore_eos=False),
+        replace(GREEDY, logit_bias={77: 60.0}, stop=("\u1234", chat_tokenizer().decode([77]) * 3)),
+        replace(GREEDY, prompt_logprobs=2, logprobs=3),
+        replace(GREEDY, temperature=0.9, top_p=0.5, seed=-1, kept_set=True, repetition_penalty=1.2),
+        replace(GREEDY, routed_experts=True, n=2, temperature=1.0, seed=4),
+        replace(GREEDY, stop_token_ids=(7, 8), min_new_tokens=4, thinking_budget=3),
+    ]
+    config = replace(SMALL, drafts=2)
+
+    async def test() -> None:
+        async with cluster(model, tmp_path, "pd", config) as c:
+            for i, params in enumerate(asked):
+                ids = [6 + (7 * j + i) % 300 for j in range(100 + i)]
+                alone, engine = [Answer() for _ in range(params.n)], Engine(model, config, chat_tokenizer())
+                engine.add(Request(ids, params))
+                while engine.has_work:
+                    for delta in engine.step():
+                        alone[delta.index].add(delta)
+                for mine, theirs in zip(await c.answer(Request(ids, params)), alone, strict=True):
+                    told = [(one.ids, one.finish, one.trim, one.routed) for one in (mine, theirs)]
+                    assert told[0] == told[1]
+                    assert [one.kept for one in mine.info] == [one.kept for one in theirs.info]
+                    assert [len(one.top) for one in mine.info] == [len(one.top) for one in theirs.info]
+                    assert len(mine.prompt_info) == len(theirs.prompt_info)
+                    for a, b in zip(mine.prompt_info, theirs.prompt_info, strict=True):
+                        assert (a is None) == (b is None)
+                        assert a is None or b is None or abs(a.logprob - b.logprob) < TOLERANCE
+            await c.until_clean()
+
+    play(test)
+
+
 def test_drafts_stay_as_good_on_a_decode_worker(model: GLM5, tmp_path: Path) -> None:
     """The same prompts again and again, their pages fetched or known: as many drafts are right as the first time."""
     rng = random.Random(5)  # noqa: S311
@@ -434,6 +469,45 @@ def test_a_silent_keeper_is_not_waited_for(model: GLM5, tmp_path: Path, monkeypa
             await c.until_clean()
 
     play(test)
+
+
+def test_a_cancelled_load_writes_nothing_and_a_cancellation_waits_for_a_write(model: GLM5) -> None:
+    """So the pages of a load that was given up can go to another at once."""
+    engine = Engine(model, SMALL, chat_tokenizer())
+    orders: list[transfer.Load] = []
+    engine.fetch = orders.append
+    engine.add(Request([9] * 200, GREEDY, rid="one", source=PageSource("elsewhere", "a lease", 199)))
+    engine.step()
+    (load,) = orders
+    page = load.item.pages[1]
+    full = torch.ones(load.pages.size, dtype=torch.uint8)
+    load.write(1, full)
+    assert torch.equal(_read(load.pages, page), full)
+    inside, go_on, write = threading.Event(), threading.Event(), load.pages.write
+
+    def slow(page: int, data: torch.Tensor) -> None:
+        inside.set()
+        go_on.wait(20)
+        write(page, data)
+
+    load.pages.write = slow  # type: ignore[method-assign]
+    writing = threading.Thread(target=load.write, args=(1, 2 * full))
+    writing.start()
+    assert inside.wait(20)
+    cancelling = threading.Thread(target=engine.abort, args=("one",))
+    cancelling.start()
+    cancelling.join(0.1)
+    assert cancelling.is_alive()
+    assert engine.pool.device.free < 40
+    go_on.set()
+    cancelling.join(20)
+    writing.join(20)
+    assert engine.pool.device.free == 40
+    load.write(1, 3 * full)
+    assert torch.equal(_read(load.pages, page), 2 * full)
+    engine.end_load(load, filled=True)  # which comes too late
+    assert not engine.has_work
+    engine.scheduler.check()
 
 
 @pytest.mark.parametrize("acks", [False, True])
