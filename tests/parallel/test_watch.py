@@ -79,3 +79,16 @@ def _differ(world: World, configuration: dict[str, Any]) -> str:
 def test_ranks_that_run_something_else_are_refused() -> None:
     for said in run_ranks(2, "dp=2", _differ, {"lr": 1.0, "steps": 3}):
         assert said.startswith("rank 1 differs in lr: 2.0, and 1.0 on rank 0. Start all ranks with one command")
+
+
+def _slow(world: World) -> tuple[int, float]:
+    if world.rank == 2:
+        fast = watch._product_seconds
+        watch._product_seconds = lambda device: 1e6 * fast(device)  # type: ignore[assignment]
+    return watch.slowest(world)
+
+
+def test_the_slowest_rank_is_known_to_all() -> None:
+    found = run_ranks(3, "dp=3", _slow)
+    assert {rank for rank, _ in found} == {2}
+    assert all(pace > 100 for _, pace in found)

@@ -15,6 +15,7 @@ import hashlib
 import json
 import os
 import re
+import statistics
 import sys
 import threading
 import time
@@ -181,6 +182,33 @@ def watched(world: World, directory: Path, hang_seconds: float, out: TextIO | No
     finally:
         world.watch = None
         watch.close()
+
+
+# --------------------------------------------------------------------------- stragglers
+def slowest(world: World) -> tuple[int, float]:
+    """The rank that computes most slowly, and its time over the median's, of a product that each makes alone.
+
+    In a step all ranks take the time of the slowest, so that the step's own time says nothing of who it is.
+    """
+    times = world.gather_objects(_product_seconds(world.device))
+    rank = max(range(world.size), key=times.__getitem__)
+    return rank, times[rank] / statistics.median(times)
+
+
+def _product_seconds(device: torch.device) -> float:
+    """Seconds of a matrix product: the best of a few."""
+    size, dtype = (4096, torch.bfloat16) if device.type == "cuda" else (256, torch.float32)
+    x = torch.ones(size, size, device=device, dtype=dtype)
+    found = []
+    for _ in range(5):
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        began = time.perf_counter()
+        torch.mm(x, x)
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        found.append(time.perf_counter() - began)
+    return min(found)
 
 
 # --------------------------------------------------------------------------- the same on all ranks

@@ -44,6 +44,8 @@ from glm5.utils.runlog import RunLog, keep_config
 if TYPE_CHECKING:
     from glm5.parallel.pipeline.engine import Pipeline
 
+# A rank that takes so many times the median for the same product is worth a warning.
+STRAGGLER = 1.5
 # Fields that a resumed run may change: they decide how chatty and how safe it is, not what is computed.
 MAY_DIFFER = {"log_every", "save_every", "keep"}
 
@@ -171,6 +173,7 @@ class Trainer:
         if measure:
             metrics["update_rms"] = dict(self.optimizer.update_rms)
             metrics["router_bias"] = self._bias_range()
+            metrics.update(self.ranks.pace())
             if self.model.config.attention == "mla" and config.stage != "warmup" and self.pipeline is None:
                 # What a stage measures on its way stands: in the sparse one, of the selected positions.
                 metrics = {**self.measure_attention(rows[0]), **metrics}
@@ -250,8 +253,11 @@ class Trainer:
         return found.metrics()
 
     def _bias_range(self) -> dict[str, float]:
-        biases = torch.stack([r.e_score_correction_bias for r in self.routers]) if self.routers else torch.zeros(1)
-        return {"min": float(biases.min()), "max": float(biases.max())}
+        biases = [r.e_score_correction_bias for r in self.routers]
+        ends = [torch.stack((bias.max(), -bias.min())) for bias in biases]
+        none = torch.full((2,), -math.inf, device=self.ranks.device)  # a stage without routers
+        most, least = self.ranks.largest(torch.stack(ends).amax(0) if ends else none).tolist()
+        return {"min": -least, "max": most} if most > -math.inf else {"min": 0.0, "max": 0.0}
 
     @torch.no_grad()
     def _first_bad(self, rows: Rows) -> str:
@@ -417,6 +423,9 @@ class Trainer:
                     if done % config.log_every == 0 or done == config.steps:
                         log.log(done, **metrics)
                     progress.update(done, **_shown(metrics))
+                    if metrics.get("slowest_pace", 1.0) > STRAGGLER:
+                        rank, pace = metrics["slowest_rank"], metrics["slowest_pace"]
+                        progress.note(f"warning: rank {rank} computes {pace:.1f} times as slowly as the others")
                     stopping = self.ranks.any(stop_requested())
                     if done % config.save_every == 0 or done == config.steps or stopping:
                         # An expert that no token visited hurts no loss.

@@ -117,6 +117,15 @@ class Ranks:
         if self.world is not None and self.world.watch is not None:
             self.world.watch.at(step, phase)
 
+    def pace(self) -> dict[str, float]:
+        """Metrics of the slowest rank; none where there is one rank."""
+        if self.world is None or self.world.size == 1:
+            return {}
+        from glm5.parallel.watch import slowest
+
+        rank, times = slowest(self.world)
+        return {"slowest_rank": rank, "slowest_pace": times}
+
     def console(self) -> Console | None:
         """Where progress is shown: nowhere but on the main rank."""
         return None if self.main else Console(quiet=True)
