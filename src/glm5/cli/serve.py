@@ -61,6 +61,9 @@ def main(argv: Sequence[str]) -> int:
         """HOST:PORT of a server's `workers_at`: be one of its workers instead of a server."""
         role: Literal["prefill", "decode"] = "decode"
         """With `join`: what to do there."""
+        mesh: str = ""
+        """Several processes for one model: tp divides heads and widths, dp makes engines with requests of their own, ep
+        spreads the experts over these; such as tp=2, or dp=8,ep=8. On several hosts start it with torchrun."""
 
     options = parse(ServeOptions, argv, prog="glm5 serve", config_option=False)
     if not options.checkpoint:
@@ -71,7 +74,12 @@ def main(argv: Sequence[str]) -> int:
     http = _part(HttpOptions, options)
     if http.api_key is None and os.environ.get("GLM5_API_KEY"):  # which, unlike an option, no list of processes shows
         http = replace(http, api_key=os.environ["GLM5_API_KEY"])
-    if options.join or options.workers_at or options.prefill_workers or options.decode_workers:
+    apart = options.join or options.workers_at or options.prefill_workers or options.decode_workers
+    if options.mesh:
+        if apart:
+            raise UserError(f"mesh={options.mesh!r} beside prefill or decode workers", "Give one of them")
+        return _spread(options, http, name, argv)
+    if apart:
         return _apart(options, http, name)
     from glm5.model.weights import load_model
     from glm5.serve.engine import Engine
@@ -92,6 +100,33 @@ def main(argv: Sequence[str]) -> int:
 
     serve(app, ready, options.log_level)
     return 0
+
+
+def _spread(options: Any, http: HttpOptions, name: str, argv: Sequence[str]) -> int:
+    """Be one of several ranks, or the process that starts them."""
+    from glm5.cli.launch import start
+    from glm5.parallel.mesh import Mesh, launched
+    from glm5.serve.config import EngineConfig
+    from glm5.serve.rank_server import RankOptions, check_options, run
+
+    try:
+        made = RankOptions(
+            checkpoint=options.checkpoint,
+            name=name,
+            mesh=Mesh.parse(options.mesh),
+            device=options.device,
+            dtype=options.dtype,
+            log_level=options.log_level,
+            engine=_part(EngineConfig, options),
+        )
+        check_options(made)
+        if made.mesh.size > 1 and not launched():
+            return start("serve", made.mesh.size, argv, on_gpus=resolve_device(options.device) != "cpu")
+        return run(made, http)
+    except UserError:
+        if int(os.environ.get("RANK", "0")) == 0:  # of several processes the first speaks for all
+            raise
+        return 2
 
 
 def _apart(options: Any, http: HttpOptions, name: str) -> int:

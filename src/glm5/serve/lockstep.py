@@ -5,8 +5,8 @@ they want (a number each, gathered over gloo), and all take the same choice: dra
 the trunk if anybody wants it. Those who want that make their call; the others run the same exchanges without rows, and
 say again what they want. Steps of different length, different numbers of drafts and idle leaders need nothing else, and
 no leader waits longer than for the other's drafts of one step. What concerns all ranks' weights (`ALL`) runs when
-everybody wants it. A round in which nothing runs is followed by a pause of `PAUSE_SECONDS`: so long may a request wait
-for idle leaders.
+everybody wants it. A round in which nothing runs is followed by a pause of `PAUSE_SECONDS`, after idle seconds of
+`LONG_PAUSE_SECONDS`: so long may a request wait for leaders that have nothing to do.
 
 Without other leaders calls run as they come. Either way followers hear of their leader every `TICK_SECONDS`. Read next:
 `ranks`.
@@ -31,6 +31,7 @@ from glm5.utils.errors import UserError
 
 log = logging.getLogger(__name__)
 PAUSE_SECONDS = 0.002
+LONG_PAUSE_SECONDS = 0.02
 TICK_SECONDS = 10.0
 # How long a call for all ranks waits for the others to want it.
 TOGETHER_SECONDS = 60.0
@@ -83,7 +84,7 @@ class Lockstep:
         self._wanted = threading.Condition()
         self._job: _Job | None = None
         self._failure: str | None = None
-        self._said = time.monotonic()
+        self._said = self._ran = time.monotonic()
         self._thread = threading.Thread(target=self._run, daemon=True, name="ranks")
         self._thread.start()
 
@@ -119,7 +120,7 @@ class Lockstep:
                 pass
         except Exception as error:
             log.debug("the ranks' thread failed", exc_info=True)
-            self._fail(f"another rank is lost, or this one failed ({type(error).__name__}: {_first_line(error)})")
+            self._fail(f"another rank is lost, or this one failed: {type(error).__name__}: {_first_line(error)}")
 
     def _fail(self, what: str) -> None:
         with self._wanted:
@@ -147,16 +148,17 @@ class Lockstep:
         kind = self._agree(Kind.IDLE if job is None else job.kind)
         if kind is Kind.IDLE:
             self._keep_in_touch()
+            pause = PAUSE_SECONDS if time.monotonic() - self._ran < 2.0 else LONG_PAUSE_SECONDS
             if job is None:
-                self._next(PAUSE_SECONDS)
+                self._next(pause)
             else:
-                time.sleep(PAUSE_SECONDS)  # it waits for the others
+                time.sleep(pause)  # it waits for the others
         elif job is not None and job.kind is kind:
             self._carry_out(job)
             return kind is not Kind.END
         else:
             self._empty(kind is Kind.DRAFT)
-            self._said = time.monotonic()
+            self._said = self._ran = time.monotonic()
         return True
 
     def _agree(self, own: Kind) -> Kind:
@@ -177,7 +179,7 @@ class Lockstep:
             return self._job
 
     def _carry_out(self, job: _Job) -> None:
-        self._said = time.monotonic()
+        self._said = self._ran = time.monotonic()
         try:
             result = job.work()
         except UserError as error:  # all ranks have agreed on it

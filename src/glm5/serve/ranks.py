@@ -272,7 +272,8 @@ class Leader:
         self.model.__class__ = LedGLM5
         self.model.lm_head.__class__ = LedHead
         self.model.leader = self.model.lm_head.leader = self  # type: ignore[assignment]
-        self.weights = LedWeights(self)
+        self.weights: WeightSource = LedWeights(self)
+        self.pages: Callable[..., PagedCache] = self._make_pages
 
     def do(self, name: str, *args: Any, kind: Kind = Kind.LOCAL, **sent: Any) -> Any:
         """Run a call of `Member` on all ranks of the group; the leader's result.
@@ -291,7 +292,7 @@ class Leader:
         """Run `work` in the thread that communicates, when all leaders want to."""
         return self._steps.run(Kind.ALL, work)
 
-    def pages(self, config: ModelConfig, count: int, host: int = 0, **options: Any) -> PagedCache:
+    def _make_pages(self, config: ModelConfig, count: int, host: int = 0, **options: Any) -> PagedCache:
         """As `PagedCache`, on all ranks, each on its own device."""
         self.do("pages", count, host, {k: v for k, v in options.items() if k != "device"})
         cache = self.member.cache

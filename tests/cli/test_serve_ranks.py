@@ -1,0 +1,133 @@
+"""`glm5 serve --mesh`: real processes, one of which is killed; meshes that do not fit are refused before any starts."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+import urllib.request
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from glm5.cli.main import main
+from glm5.model.generate import generate
+from glm5.model.glm5 import GLM5
+from glm5.model.presets import nano
+from glm5.model.weights import load_model, save_model
+from glm5.text.tokenizer import Tokenizer
+
+COMMAND = [sys.executable, "-m", "glm5", "serve"]
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("spread") / "small"
+    tokenizer = Tokenizer.train([f"def hello(name):\n    print(name, {n})\n" for n in range(400)], 320)
+    shape = nano(vocab_size=320, num_hidden_layers=2, hidden_size=32, max_position_embeddings=512)
+    save_model(GLM5(shape, seed=0), path)
+    tokenizer.save(path)
+    return path
+
+
+def ask(address: str, path: str, body: dict[str, Any] | None = None) -> Any:
+    data = None if body is None else json.dumps(body).encode()
+    asked = urllib.request.Request(address + path, data, {"Content-Type": "application/json"})  # noqa: S310
+    with urllib.request.urlopen(asked, timeout=60) as answer:  # noqa: S310
+        return json.loads(answer.read() or b"null")
+
+
+def ranks(pid: int) -> dict[int, int]:
+    """Processes of the ranks that a launcher has started, by rank."""
+    found = {}
+    for child in Path(f"/proc/{pid}/task").glob("*/children"):
+        for one in map(int, child.read_text().split()):
+            rank = re.search(rb"\0RANK=(\d+)\0", b"\0" + Path(f"/proc/{one}/environ").read_bytes())
+            if rank is not None:
+                found[int(rank[1])] = one
+    return found
+
+
+def gone(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().split()[2] == "Z"
+    except FileNotFoundError:
+        return True
+
+
+@pytest.mark.skipif(not Path("/proc").is_dir(), reason="looks at processes as Linux does")
+@pytest.mark.parametrize(("mesh", "stopped_by"), [("tp=2", signal.SIGTERM), ("dp=2,ep=2", signal.SIGKILL)])
+def test_a_mesh_answers_and_ends(checkpoint: Path, tmp_path: Path, mesh: str, stopped_by: signal.Signals) -> None:
+    given = ["--mesh", mesh, "--device", "cpu", "--port", "0", "--drafts", "2", "--memory-gib", "0.02"]
+    log = tmp_path / "log"
+    with log.open("w") as out:
+        environment = os.environ | {"OMP_NUM_THREADS": "1"}
+        server = subprocess.Popen([*COMMAND, str(checkpoint), *given], stderr=out, env=environment)
+    started: dict[int, int] = {}
+    try:
+        end = time.monotonic() + 60
+        while not (found := re.search(r"listening on (\S+)", log.read_text())):
+            assert server.poll() is None and time.monotonic() < end, log.read_text()  # noqa: PT018
+            time.sleep(0.1)
+        address, started = found[1], ranks(server.pid)
+        assert sorted(started) == [0, 1]
+        prompts = [[7, 8, 9] * n for n in (1, 30, 60, 61)]
+        greedy = {"max_new_tokens": 12, "temperature": 0, "ignore_eos": True}
+        with ThreadPoolExecutor(4) as pool:  # so that every engine has some of them
+            bodies = [{"input_ids": ids, "sampling_params": greedy} for ids in prompts]
+            answers = list(pool.map(lambda body: ask(address, "/generate", body), bodies))
+        model = load_model(checkpoint)
+        for ids, answer in zip(prompts, answers, strict=True):
+            assert answer["output_ids"] == list(generate(model, ids, max_new_tokens=12, stop_ids=()))
+        info = ask(address, "/server_info")
+        if "dp" in mesh:
+            assert '"name": "dp-0"' in json.dumps(info)
+            assert '"name": "dp-1"' in json.dumps(info)
+
+        os.kill(server.pid if stopped_by == signal.SIGTERM else started[1], stopped_by)
+        status = server.wait(30)
+        said = log.read_text()
+        if stopped_by == signal.SIGTERM:
+            assert status == 128 + signal.SIGTERM
+            assert "error:" not in said
+        else:
+            assert status == 1
+            assert len(re.findall("^error: .*rank", said, re.MULTILINE)) == 1, said
+        assert "Traceback" not in said
+        end = time.monotonic() + 10
+        while not all(map(gone, started.values())):
+            assert time.monotonic() < end
+            time.sleep(0.1)
+    finally:
+        server.kill()
+        for pid in started.values():
+            if not gone(pid):
+                os.kill(pid, signal.SIGKILL)
+
+
+@pytest.mark.parametrize(
+    ("given", "what"),
+    [
+        (["--mesh", "tp=3"], "mesh.tp=3: must divide num_attention_heads"),
+        (["--mesh", "dp=3,ep=3"], "mesh.ep=3: must divide n_routed_experts"),
+        (["--mesh", "dp=2,ep=3"], "mesh.ep=3: must divide dp x cp"),
+        (["--mesh", "pp=2"], "mesh.pp=2: is of training only"),
+        (["--mesh", "tp"], "no axis=number"),
+        (["--mesh", "tp=2", "--prefill-workers", "1", "--decode-workers", "1"], "beside prefill or decode workers"),
+        (["--mesh", "tp=2", "--invariant"], "invariant=True"),
+        (["--mesh", "tp=2", "--device", "cuda:0"], "device='cuda:0'"),
+    ],
+)
+def test_what_does_not_fit_is_refused(
+    checkpoint: Path, given: list[str], what: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["serve", str(checkpoint), *given]) == 2
+    said = capsys.readouterr().err
+    assert what in said
+    assert said.count("error:") == 1
