@@ -70,6 +70,7 @@ def process_of_rank(parent: int, rank: int) -> int:
     raise AssertionError(f"no process of rank {rank}")
 
 
+@pytest.mark.slow
 def test_one_command_trains_on_a_mesh(tmp_path: Path) -> None:
     code, out, err = finished(start(tmp_path, "--mesh", "dp=2,ep=2", "--train.steps", "4"))
     assert code == 0, err
@@ -85,6 +86,7 @@ def test_one_command_trains_on_a_mesh(tmp_path: Path) -> None:
     assert "Traceback" not in err
 
 
+@pytest.mark.slow
 def test_a_killed_rank_starts_all_again(tmp_path: Path) -> None:
     options = ("--train.steps", "40", "--train.save-every", "5", "--train.mtp-depths", "1")
     process = start(tmp_path, "--mesh", "dp=2", "--restarts", "1", *options)
