@@ -20,6 +20,8 @@ from torch.distributed.pipelining.schedules import (
     _ComputationType,
     _PipelineScheduleRuntime,
 )
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 Action = _Action
 Kind = _ComputationType
@@ -103,6 +105,13 @@ class LeanStage(PipelineStage):
     def _get_init_p2p_neighbors_ops(self) -> list[P2POp]:
         here = dist.get_rank()  # torch 2.11 greets the next stage of a V also where it is on the same rank
         return [op for op in super()._get_init_p2p_neighbors_ops() if op.peer != here]
+
+
+# --------------------------------------------------------------------------- DTensor
+def part_of(t: DTensor) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Shape of what this rank holds of a tensor, and where it begins in the whole, also where it is cut twice."""
+    shape, offset = compute_local_shape_and_global_offset(t.shape, t.device_mesh, t.placements)
+    return tuple(shape), tuple(offset)
 
 
 # --------------------------------------------------------------------------- FSDP2

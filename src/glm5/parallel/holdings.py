@@ -14,7 +14,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.distributed.tensor import DTensor
-from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+from glm5.parallel.compat import part_of
 
 # The part of a parameter, seen as [slices, rows, columns], that a rank holds: (first, past the last) of each axis.
 Box = tuple[tuple[int, int], tuple[int, int], tuple[int, int]]
@@ -25,7 +26,7 @@ def local_box(t: Tensor) -> Box:
     shape: tuple[int, ...] = tuple(t.shape)
     offset: tuple[int, ...] = (0,) * t.ndim
     if isinstance(t, DTensor):
-        shape, offset = compute_local_shape_and_global_offset(t.shape, t.device_mesh, t.placements)
+        shape, offset = part_of(t)
     spans = [(o, o + n) for o, n in zip(offset, shape, strict=True)]
     front: list[tuple[int, int]] = [(0, 1)] * (3 - len(spans))
     slices, rows, columns = front + spans

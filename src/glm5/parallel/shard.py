@@ -19,13 +19,13 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
 from torch.distributed.tensor import DTensor
-from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 from glm5.model.glm5 import GLM5
 from glm5.model.indexer import Indexer
 from glm5.model.mla import MLA
 from glm5.model.moe import MoE
 from glm5.model.mtp import MTPBlock
+from glm5.parallel.compat import part_of
 from glm5.parallel.expert import SpreadExperts, spread_experts
 from glm5.parallel.mesh import World
 from glm5.parallel.tensor import ShardedMLA, split_tensors
@@ -101,7 +101,7 @@ def whole(t: Tensor) -> Tensor:
     """
     if not isinstance(t, DTensor):
         return t
-    shape, offset = compute_local_shape_and_global_offset(t.shape, t.device_mesh, t.placements)
+    shape, offset = part_of(t)
     own = t.to_local()
     out = torch.zeros(t.shape, dtype=t.dtype, device=own.device)
     out[tuple(slice(o, o + n) for o, n in zip(offset, shape, strict=True))] = own
@@ -113,6 +113,6 @@ def whole(t: Tensor) -> Tensor:
 
 def laid_out(t: Tensor, like: DTensor) -> DTensor:
     """A whole tensor, the same on every rank, as `like` lies. No communication."""
-    shape, offset = compute_local_shape_and_global_offset(t.shape, like.device_mesh, like.placements)
+    shape, offset = part_of(like)
     part = t[tuple(slice(o, o + n) for o, n in zip(offset, shape, strict=True))].to(like.device, copy=True)
     return DTensor.from_local(part, like.device_mesh, like.placements, shape=t.shape, stride=t.stride())
