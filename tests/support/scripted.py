@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cache
 from typing import Any
 
@@ -211,7 +211,7 @@ class _Playing:
             return Delta(rid, index, (), finish=Finish("abort"), prompt_tokens=len(self._request.input_ids))
         if b.fail_with is not None:
             raise b.fail_with
-        delta = self._deltas.pop(0)
+        delta = replace(self._deltas.pop(0), version=b.weight_version)
         b.steps += 1
         if delta.finish is not None:
             self._left.discard(delta.index)

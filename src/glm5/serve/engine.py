@@ -55,6 +55,7 @@ class _Landed:
     drafted: int
     prompt_info: tuple[TokenInfo | None, ...]
     routed: bytes
+    version: str
 
 
 @dataclass(frozen=True)
@@ -419,7 +420,7 @@ class Engine:
             first = answer.generated == len(got.ids)
             prompt_info = tuple(flight.answers[reader].prompt_info) if first else ()
             routed = _routed_of(answer, flight.answers[answer], *read[reader])
-            landed.append(_Landed(answer, got, drafted, prompt_info, routed))
+            landed.append(_Landed(answer, got, drafted, prompt_info, routed, self.weight_version))
             if got.finish is not None:
                 if answer.request.rid in self.scheduler.leases and self._drafter is not None:
                     self._lease_ends[answer.request.rid] = self._drafter.state_at_end(answer)
@@ -443,6 +444,7 @@ class Engine:
             drafted=landed.drafted,
             accepted=got.accepted,
             weight_version=answer.oldest_version or self.weight_version,
+            version=landed.version,
             routed=landed.routed,
         )
 

@@ -152,6 +152,7 @@ class Delta:
         trim: how many characters of a matched stop string, and all that follows it, to cut from the text's end.
         prompt_tokens, cached_tokens: of the request; cached ones were read from earlier requests' pages.
         drafted, accepted: drafts of this step. weight_version: the oldest that an id of this answer came from.
+        version: of the weights that these ids came from; empty where it is not told apart from `weight_version`.
         routed: where asked for, int32 [tokens, layers, experts of a token] as bytes: of the prompt with the first
             delta, then of each token but the last; zeros in layers without experts.
     """
@@ -168,6 +169,7 @@ class Delta:
     drafted: int = 0
     accepted: int = 0
     weight_version: str = "0"
+    version: str = ""
     routed: bytes = b""
 
 
