@@ -61,7 +61,14 @@ def engine(path: str, ids: list[list[int]], a: argparse.Namespace, drafts: int) 
 
     model = load_model(path, dtype=torch.float32)
     pages = sum((len(p) + a.new_tokens + drafts) // 64 + 1 for p in ids)
-    config = EngineConfig(pages=pages, drafts=drafts, max_running=a.requests, chunk=a.chunk, overlap=not a.no_overlap)
+    config = EngineConfig(
+        pages=pages,
+        drafts=drafts,
+        max_running=a.requests,
+        chunk=a.chunk,
+        overlap=not a.no_overlap,
+        invariant=a.invariant,
+    )
     server = Engine(model, config)
     params = SamplingParams(temperature=0.0, max_new_tokens=a.new_tokens, ignore_eos=True)
     warm = Request(ids[0][:64], SamplingParams(temperature=0.0, max_new_tokens=4, ignore_eos=True))
@@ -151,6 +158,7 @@ def main() -> None:
     parser.add_argument("--soak", type=float, default=0.0, metavar="MINUTES")
     parser.add_argument("--workers", type=int, nargs=2, metavar=("PREFILL", "DECODE"), help="with --soak")
     parser.add_argument("--no-overlap", action="store_true", help="plan and tell only between steps")
+    parser.add_argument("--invariant", action="store_true", help="the engine's batch-invariant mode")
     parser.add_argument("--worker", nargs=2, help=argparse.SUPPRESS)
     a = parser.parse_args()
     if a.soak:
