@@ -16,6 +16,7 @@ from safetensors.torch import save
 from glm5.model.weights import disk_tensors, load_model, save_model
 from glm5.parallel.inference import Share, check
 from glm5.parallel.mesh import Mesh, World
+from glm5.serve import lockstep
 from glm5.serve.client import WeightUpdate
 from glm5.serve.config import EngineConfig
 from glm5.serve.engine import Engine
@@ -178,6 +179,11 @@ def _data_parallel(world: World, checkpoints: list[str]) -> Any:
         engine = Engine(leader.model, WAYS["drafts"], ranks=leader)
         if world.place("dp") == 0:  # while the other one has nothing to do
             found["alone"] = answers(engine, prompts())
+        # Not all ask for the same weights: nobody gets them.
+        lockstep.TOGETHER_SECONDS = 0.5
+        with pytest.raises(UserError, match="were not asked for the same"):
+            engine.update_weights(WeightUpdate("disk", path=checkpoints[world.place("dp")]))
+        lockstep.TOGETHER_SECONDS = 60.0
         found["sums"] = engine.checksum()
         engine.update_weights(WeightUpdate("disk", path=checkpoints[1]))
         found["other weights"] = answers(engine, prompts()[mine])

@@ -3,8 +3,9 @@
 A call that other leaders' experts take part in can only run when they do, too. So before each one all leaders say what
 they want (a number each, gathered over gloo), and all take the same choice: drafts if anybody wants drafts, otherwise
 the trunk if anybody wants it. Those who want that make their call; the others run the same exchanges without rows, and
-say again what they want. Steps of different length, different numbers of drafts and idle leaders need nothing else, and
-no leader waits longer than for the other's drafts of one step. What concerns all ranks' weights (`ALL`) runs when
+say again what they want. So that busy leaders meet instead of taking turns, one whose last call has ended just now, and
+who samples or schedules, is waited for, at most `SOON_SECONDS`. Steps of different length, different numbers of drafts
+and idle leaders need nothing else. What concerns all ranks' weights (`ALL`) runs when
 everybody wants it. A round in which nothing runs is followed by a pause of `PAUSE_SECONDS`, after idle seconds of
 `LONG_PAUSE_SECONDS`: so long may a request wait for leaders that have nothing to do.
 
@@ -22,6 +23,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field
 from enum import IntEnum
 from typing import Any
+from zlib import crc32
 
 import torch
 import torch.distributed as dist
@@ -32,6 +34,7 @@ from glm5.utils.errors import UserError
 log = logging.getLogger(__name__)
 PAUSE_SECONDS = 0.002
 LONG_PAUSE_SECONDS = 0.02
+SOON_SECONDS, LOOK_SECONDS = 0.005, 0.0002
 TICK_SECONDS = 10.0
 # How long a call for all ranks waits for the others to want it.
 TOGETHER_SECONDS = 60.0
@@ -50,12 +53,14 @@ class Kind(IntEnum):
     DRAFT = 3
     ALL = 4
     END = 5
+    SOON = 6
 
 
 @dataclass
 class _Job:
     kind: Kind
     work: Callable[[], Any]
+    topic: str = ""
     done: Future[Any] = field(default_factory=Future)
     until: float = float("inf")
 
@@ -84,18 +89,21 @@ class Lockstep:
         self._wanted = threading.Condition()
         self._job: _Job | None = None
         self._failure: str | None = None
-        self._said = self._ran = time.monotonic()
+        self._said = self._ran = self._called = time.monotonic()
         self._thread = threading.Thread(target=self._run, daemon=True, name="ranks")
         self._thread.start()
 
-    def run(self, kind: Kind, work: Callable[[], Any]) -> Any:
+    def run(self, kind: Kind, work: Callable[[], Any], topic: str = "") -> Any:
         """Carry out `work` in the thread, when it is its turn. One caller at a time.
+
+        Args:
+            topic: of a call for all ranks: it runs when all want the same.
 
         Raises:
             RankLost: the thread failed, now or before. UserError: raised by `work`, or others did not come.
         """
         until = time.monotonic() + TOGETHER_SECONDS if kind is Kind.ALL else float("inf")
-        job = _Job(kind, work, until=until)
+        job = _Job(kind, work, topic, until=until)
         with self._wanted:
             while self._job is not None and self._failure is None:
                 self._wanted.wait()
@@ -143,10 +151,14 @@ class Lockstep:
             return job is None or job.kind is not Kind.END
         if job is not None and time.monotonic() > job.until:
             self._drop(job)
-            job.done.set_exception(UserError("the other ranks did not come to change weights", "Ask all of them"))
+            job.done.set_exception(UserError("the other ranks were not asked for the same", "Ask all of them"))
             return True
-        kind = self._agree(Kind.IDLE if job is None else job.kind)
-        if kind is Kind.IDLE:
+        busy = time.monotonic() - self._called < SOON_SECONDS
+        kind = self._agree(job.kind if job is not None else Kind.SOON if busy else Kind.IDLE, job.topic if job else "")
+        if kind is Kind.SOON:
+            if job is None:
+                self._next(LOOK_SECONDS)
+        elif kind is Kind.IDLE:
             self._keep_in_touch()
             pause = PAUSE_SECONDS if time.monotonic() - self._ran < 2.0 else LONG_PAUSE_SECONDS
             if job is None:
@@ -155,22 +167,23 @@ class Lockstep:
                 time.sleep(pause)  # it waits for the others
         elif job is not None and job.kind is kind:
             self._carry_out(job)
+            self._called = time.monotonic()
             return kind is not Kind.END
         else:
             self._empty(kind is Kind.DRAFT)
             self._said = self._ran = time.monotonic()
         return True
 
-    def _agree(self, own: Kind) -> Kind:
+    def _agree(self, own: Kind, topic: str) -> Kind:
         """What runs now, by what all want."""
-        wanted = torch.zeros(self._leaders.size(), dtype=torch.int64)  # type: ignore[union-attr]
-        wanted[self._leaders.rank()] = own  # type: ignore[union-attr]
+        wanted = torch.zeros(self._leaders.size(), 2, dtype=torch.int64)  # type: ignore[union-attr]
+        wanted[self._leaders.rank()] = torch.tensor([own, crc32(topic.encode())])  # type: ignore[union-attr]
         dist.all_reduce(wanted, group=self._leaders)
-        kinds = {Kind(k) for k in wanted.tolist()}
-        for kind in (Kind.DRAFT, Kind.TRUNK):
+        kinds, topics = {Kind(k) for k in wanted[:, 0].tolist()}, set(wanted[:, 1].tolist())
+        for kind in (Kind.SOON, Kind.DRAFT, Kind.TRUNK):
             if kind in kinds:
                 return kind
-        return kinds.pop() if len(kinds) == 1 else Kind.IDLE
+        return kinds.pop() if len(kinds) == len(topics) == 1 else Kind.IDLE
 
     def _next(self, patience: float) -> _Job | None:
         with self._wanted:

@@ -286,11 +286,11 @@ class Leader:
             self.member.tell(name, *args)
             return getattr(self.member, name)(*args, **sent)
 
-        return self._steps.run(kind, work)
+        return self._steps.run(kind, work, f"{name} {args}" if kind is Kind.ALL else "")
 
-    def together(self, work: Callable[[], Any]) -> Any:
-        """Run `work` in the thread that communicates, when all leaders want to."""
-        return self._steps.run(Kind.ALL, work)
+    def together(self, topic: str, work: Callable[[], Any]) -> Any:
+        """Run `work` in the thread that communicates, when all leaders want the same."""
+        return self._steps.run(Kind.ALL, work, topic)
 
     def _make_pages(self, config: ModelConfig, count: int, host: int = 0, **options: Any) -> PagedCache:
         """As `PagedCache`, on all ranks, each on its own device."""
@@ -390,7 +390,7 @@ class LedWeights(WeightSource):
             self._member.tell("assign", named)
             self._member.assign(named, tensors)
 
-        self._leader.together(assign)
+        self._leader.together("assign", assign)
         self.missing -= self._public(tensors.keys()) if self.missing else set()
 
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
