@@ -210,9 +210,7 @@ def test_a_seed_gives_one_text_however_it_is_run(drafts: int, model: GLM5, promp
     alone = [run(Engine(model, SMALL), [ids], params)[0].ids for ids in prompts]
     crowd = Engine(model, replace(SMALL, chunk=11, drafts=drafts))
     assert [a.ids for a in run(crowd, prompts, params)] == alone
-    options: dict[str, Any] = dict(
-        max_new_tokens=NEW, temperature=0.8, top_p=0.9, seed=5, stop_ids=(), speculate=drafts
-    )
+    options: dict[str, Any] = dict(max_new_tokens=NEW, temperature=0.8, top_p=0.9, seed=5, stop_ids=())
     assert [list(generate(model, ids, speculate=drafts, **options)) for ids in prompts] == alone
     assert len({tuple(ids) for ids in alone}) > 5
 
