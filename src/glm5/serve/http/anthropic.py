@@ -209,10 +209,10 @@ def routes(server: Server) -> APIRouter:
     @router.post("/v1/messages", responses=STREAMED)
     async def messages(body: MessagesBody, http: HttpRequest) -> Response:
         """Answer a conversation."""
-        model = server.check_model(body.model)
-        conversation = await prepared(http, lambda: body.conversation(server, body.sampling(), body.max_tokens))
-        reply = replies_to(server, conversation, "toolu_")[0]
-        stream = await server.start(conversation.request)
+        model, here = server.check_model(body.model), server.of(http)
+        conversation = await prepared(http, lambda: body.conversation(here, body.sampling(), body.max_tokens))
+        reply = replies_to(here, conversation, "toolu_")[0]
+        stream = await here.start(conversation.request)
         head = {"id": new_id("msg_"), "type": "message", "role": "assistant", "model": model}
         if body.stream:
             return EventStream(_events(body, head, stream, reply), [stream], http.url.path)

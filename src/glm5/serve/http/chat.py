@@ -106,7 +106,7 @@ class ChatBody(SamplingFields, Strict):
         budget = agreed(
             "the budget of thinking", thinking=given.budget_tokens, thinking_token_budget=self.thinking_token_budget
         )
-        return Thinking(enabled is not False, clear is not False, budget)
+        return Thinking(enabled is not False, clear, budget)
 
     def conversation(self, server: Server) -> Conversation:
         """What to ask the backend."""
@@ -147,10 +147,10 @@ def routes(server: Server) -> APIRouter:
     @router.post("/v1/chat/completions", responses=STREAMED)
     async def chat_completions(body: ChatBody, http: HttpRequest) -> Response:
         """Answer a conversation."""
-        model = server.check_model(body.model)
-        conversation = await prepared(http, lambda: body.conversation(server))
-        replies = replies_to(server, conversation)
-        stream = await server.start(conversation.request)
+        model, here = server.check_model(body.model), server.of(http)
+        conversation = await prepared(http, lambda: body.conversation(here))
+        replies = replies_to(here, conversation)
+        stream = await here.start(conversation.request)
         head = {"id": new_id("chatcmpl-"), "object": "chat.completion", "created": int(time.time()), "model": model}
         if body.stream:
             head["object"] = "chat.completion.chunk"

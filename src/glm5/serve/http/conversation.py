@@ -17,7 +17,6 @@ from glm5.serve.http.bodies import only
 from glm5.serve.http.errors import ApiError
 from glm5.serve.http.server import Server, new_id
 from glm5.serve.request import Constraint, Delta, Request, SamplingParams
-from glm5.text.chat import render
 from glm5.text.events import CallStart, Event
 from glm5.text.messages import Message, Tool
 from glm5.text.parser import Parser
@@ -33,10 +32,11 @@ class ToolChoice:
 
 @dataclass(frozen=True)
 class Thinking:
-    """How the model thinks: at all, and whether earlier turns' thinking is taken out of the conversation."""
+    """How the model thinks: at all, and whether earlier turns' thinking is taken out of the conversation (None: as the
+    server does unless told)."""
 
     enabled: bool = True
-    clear: bool = True
+    clear: bool | None = None
     budget: int | None = None
 
 
@@ -85,21 +85,16 @@ def prepare(
         once = choice.mode == "named" or not parallel
         text = json.dumps([tool.spec for tool in called])
         forms.append(Constraint("tools", text, max_calls=1 if once else None))
-    tokenizer = server.backend.tokenizer
-    ids = render(
-        tokenizer,
-        messages,
-        shown,
-        enable_thinking=thinking.enabled,
-        clear_thinking=thinking.clear,
-        add_generation_prompt=True,
-    ).ids
+    parallel = parallel and choice.mode != "named"
+    ids = server.prompt(
+        messages, shown, enable_thinking=thinking.enabled, clear_thinking=thinking.clear, parallel=parallel
+    )
     if clamp and max_tokens is not None:
         max_tokens = min(max_tokens, max(server.room(len(ids)), 1))
     params = SamplingParams(
         **sampling, max_new_tokens=max_tokens, constraint=only(forms), thinking_budget=thinking.budget
     )
-    return Conversation(Request(ids, params, priority=priority), shown, parallel and choice.mode != "named")
+    return Conversation(Request(ids, params, priority=priority), shown, parallel)
 
 
 @dataclass

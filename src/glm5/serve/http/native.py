@@ -214,7 +214,7 @@ def routes(server: Server) -> APIRouter:
         if not count:
             raise ApiError(400, "text or input_ids: an empty batch. Give at least one prompt", param="input_ids")
         items = await prepared(http, lambda: [_Item(server, body, place, count) for place in range(count)])
-        streams = await start_all(server, [item.request for item in items])
+        streams = await start_all(server.of(http), [item.request for item in items])
         if body.stream:
             return EventStream(_events(items, streams), streams, http.url.path, DONE)
         return await unless_gone(http, _whole(items, streams, single=not batch), streams)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import time
 import uuid
-from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine
+from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, Sequence
 from contextlib import aclosing, suppress
 from dataclasses import dataclass
 from typing import Any, TypeVar
@@ -22,6 +22,8 @@ from glm5.serve.client import Backend, Stream, Unavailable
 from glm5.serve.http.errors import ApiError, ClientGone, as_api_error, body_of, dumps
 from glm5.serve.http.metrics import Metrics
 from glm5.serve.request import Delta, Request, check
+from glm5.text.chat import render
+from glm5.text.messages import Message, Tool
 from glm5.utils.errors import UserError
 
 T = TypeVar("T")
@@ -110,6 +112,33 @@ class Server:
     def room(self, prompt_tokens: int) -> int:
         """Tokens that an answer to such a prompt may have."""
         return self.backend.context - prompt_tokens
+
+    def of(self, http: HttpRequest) -> Server:
+        """The server as one request meets it: a gateway has one for each session."""
+        return self
+
+    def prompt(
+        self,
+        messages: Sequence[Message],
+        tools: Sequence[Tool],
+        *,
+        enable_thinking: bool,
+        clear_thinking: bool | None,
+        parallel: bool,
+    ) -> Sequence[int]:
+        """The ids of a conversation, up to where the model goes on.
+
+        Args:
+            clear_thinking: None is what the server does unless told. parallel: an answer may make several calls.
+        """
+        return render(
+            self.backend.tokenizer,
+            messages,
+            tools,
+            enable_thinking=enable_thinking,
+            clear_thinking=clear_thinking is not False,
+            add_generation_prompt=True,
+        ).ids
 
     async def start(self, request: Request) -> Stream:
         """Hand a request to the backend; what comes of it, and the end at the time limit.
