@@ -126,7 +126,10 @@ def _lead(world: World, checkpoint: str, lead: Callable[[Leader], Any]) -> Any:
 
 # --------------------------------------------------------------------------- tensor parallel
 def _tensor_parallel(world: World, checkpoints: list[str]) -> Any:
+    lockstep.TICK_SECONDS = 0.05
+
     def lead(leader: Leader) -> dict[str, Any]:
+        time.sleep(0.2)  # the follower hears of its leader meanwhile
         found = all_ways(lambda config: Engine(leader.model, config, ranks=leader))
         engine = Engine(leader.model, WAYS["drafts"], ranks=leader)
         found["sums"] = engine.checksum()

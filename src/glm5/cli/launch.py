@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import logging
 import os
+import signal
 import sys
 from collections.abc import Sequence
 
 
 def start(command: str, processes: int, argv: Sequence[str], *, on_gpus: bool) -> int:
-    """Run `glm5 COMMAND argv` in so many processes; returns the worst exit status.
+    """Run `glm5 COMMAND argv` in so many processes; returns the worst exit status, and 0 after Ctrl-C.
 
     Ctrl-C and SIGTERM are passed on, and the processes have half a minute to end. When one of them dies the others are
     ended.
@@ -46,5 +47,5 @@ def start(command: str, processes: int, argv: Sequence[str], *, on_gpus: bool) -
             print(f"error: {cause}, and so all have ended", file=sys.stderr)
         return max((f.exitcode if f.exitcode > 0 else 1) for f in e.failures.values())
     except SignalException as e:
-        return 128 + int(e.sigval)
+        return 0 if e.sigval == signal.SIGINT else 128 + int(e.sigval)
     return 0

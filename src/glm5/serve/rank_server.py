@@ -97,6 +97,7 @@ def run(options: RankOptions, http: HttpOptions) -> int:
             if not world.main:  # maybe of this rank's host alone
                 print(f"rank {world.rank}: {error}", file=sys.stderr, flush=True)
             raise
+        world.gather_objects(True, "files")  # some read longer than others
         member = Member(model, share)
         if not member.leads:
             try:

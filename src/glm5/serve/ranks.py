@@ -41,6 +41,8 @@ from glm5.utils.errors import CheckpointError, UserError
 
 # Without a word from its leader, after which a follower gives up; it hears one every `lockstep.TICK_SECONDS`.
 QUIET_SECONDS = 120.0
+# How much longer one rank may read weights from disk than another.
+LOAD_SECONDS = 3600.0
 HEAD_BYTES = 4096
 
 
@@ -62,7 +64,7 @@ class Member:
         grid = torch.arange(world.size).view(-1, mesh.ep, mesh.tp)  # copies of the experts, ep, tp
         self.control = _own_group(grid.flatten(0, 1), world, wait)
         self.leaders = _own_group(grid.transpose(1, 2).flatten(0, 1), world, wait)
-        self.peers = _own_group(grid.flatten(1), world, wait)
+        self.peers = _own_group(grid.flatten(1), world, timedelta(seconds=LOAD_SECONDS))
         self.cache: PagedCache | None = None
         self._store = WeightSource(model)
         if model.device.type == "cuda":
