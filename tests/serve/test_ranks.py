@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import itertools
 import os
+import socket
+import subprocess
+import sys
 import time
 from collections.abc import Callable
 from dataclasses import replace
@@ -17,7 +20,7 @@ from glm5.model.weights import disk_tensors, load_model, save_model
 from glm5.parallel.inference import Share, check
 from glm5.parallel.mesh import Mesh, World
 from glm5.serve import lockstep
-from glm5.serve.client import WeightUpdate
+from glm5.serve.client import WeightGroup, WeightUpdate
 from glm5.serve.config import EngineConfig
 from glm5.serve.engine import Engine
 from glm5.serve.fold import Folded
@@ -171,6 +174,48 @@ def test_two_ranks_with_half_of_the_heads_each(checkpoints: list[str], expected:
         assert torch.equal(mine, theirs)  # both ranks computed the same latent rows, keys and states, to the bit
     whole = sum(p.numel() for p in agreeable(0).parameters())
     assert held == their_held < 0.65 * whole
+
+
+SENDER = """
+import sys, torch
+import torch.distributed as dist
+from glm5.model.weights import disk_tensors, load_model
+from glm5.serve.client import WeightGroup
+from glm5.serve.weights import join
+
+torch.set_num_threads(1)
+group = join(WeightGroup("127.0.0.1", int(sys.argv[1]), 0, 2, "trainer", "gloo"))
+for name, tensor in disk_tensors(load_model(sys.argv[2])):
+    dist.broadcast(tensor.contiguous(), src=0, group=group)
+"""
+
+
+def _trained(world: World, checkpoints: list[str]) -> Any:
+    def lead(leader: Leader) -> Told:
+        engine = Engine(leader.model, WAYS["drafts"], ranks=leader)
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            port = free.getsockname()[1]
+        environment = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE")}
+        sender = subprocess.Popen([sys.executable, "-c", SENDER, str(port), checkpoints[1]], env=environment)
+        try:
+            engine.join_group(WeightGroup("127.0.0.1", port, 1, 2, "trainer", "gloo"))
+            sent = dict(disk_tensors(load_model(checkpoints[1])))
+            dtypes = tuple(str(t.dtype) for t in sent.values())
+            shapes = tuple(tuple(t.shape) for t in sent.values())
+            update = dict(names=tuple(sent), dtypes=dtypes, shapes=shapes, group_name="trainer")
+            engine.update_weights(WeightUpdate("distributed", **update))
+            engine.leave_group("trainer")
+        finally:
+            assert sender.wait(60) == 0
+        return answers(engine, prompts())
+
+    return _lead(world, checkpoints[0], lead)
+
+
+def test_a_trainer_sends_weights_to_two_ranks(checkpoints: list[str], expected: dict[str, Any]) -> None:
+    (found, *_), _ = run_ranks(2, "tp=2", _trained, checkpoints)
+    same(found, expected["other weights"])
 
 
 # --------------------------------------------------------------------------- data and expert parallel
