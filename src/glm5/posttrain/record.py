@@ -53,6 +53,8 @@ class Record:
             values = getattr(self, name)
             if values is not None and len(values) != length:
                 raise DataError(f"{name} has {len(values)} entries for {length} ids", "Give one for each id")
+        if not isinstance(self.temperature, float | int):
+            raise DataError(f"temperature={self.temperature!r}", "All draws of a trajectory need the same one")
         if any(not 0 <= i < 2**31 for i in self.ids):
             raise DataError("ids: one is no token id", "They lie in [0, 2^31)")
         if length and self.drawn[0]:
@@ -146,3 +148,35 @@ class Record:
             kept=kept,
             **json.loads(rest),
         )
+
+
+def records_of_session(session: Mapping[str, Any]) -> list[Record]:
+    """The trajectories of a gateway's session, as `GET /sessions/NAME` gives it; those without a drawn id are left out.
+
+    Raises:
+        DataError: weights are not named by a number, or the draws of a trajectory had several temperatures.
+    """
+    turns = {turn["turn"]: turn for turn in session["turns"]}
+    made = []
+    for given in session["trajectories"]:
+        mine = [turns[number] for number in given["turns"]]
+        temperatures = {turn["temperature"] for turn in mine}
+        record = Record.from_json(
+            {
+                **given,
+                "versions": [_number(version) for version in given["versions"]],
+                "temperature": temperatures.pop() if len(temperatures) == 1 else None,
+                "turns": mine,
+            }
+        )
+        if record.oldest is not None:
+            made.append(record)
+    return made
+
+
+def _number(version: str) -> int:
+    if not version:
+        return NO_VERSION
+    if not version.isdecimal():
+        raise DataError(f"weight version {version!r} is no number", "Name the weights by a number when you push them")
+    return int(version)
