@@ -124,9 +124,8 @@ def _show(store: Store, options: Options) -> None:
             print(f"{name:<10} {value}")
     spell = _speller(options.tokenizer)
     for part, record in enumerate(records):
-        print(
-            f"\ntrajectory {part}: {len(record.ids)} tokens, {sum(record.drawn)} drawn, temperature {record.temperature}"
-        )
+        size = f"{len(record.ids)} tokens, {sum(record.drawn)} drawn"
+        print(f"\ntrajectory {part}: {size}, temperature {record.temperature}")
         for turn in record.turns:
             print(f"  {json.dumps(dict(turn), ensure_ascii=False)}")
         _tokens(record, spell, options.limit)
