@@ -33,6 +33,8 @@ COMMANDS = {
     "pretrain": Command("train a model with dense attention, from text", "glm5.cli.pretrain"),
     "sparsify": Command("adapt a dense model to sparse attention", "glm5.cli.sparsify"),
     "sft": Command("fine-tune a model on conversations", "glm5.cli.sft"),
+    "rl": Command("learn from verified answers, by reinforcement learning", "glm5.cli.rl"),
+    "distill": Command("bring back what earlier stages could do, from their own models", "glm5.cli.distill"),
     "chat": Command("talk to a model in the terminal", "glm5.cli.chat"),
     "generate": Command("continue a text with a checkpoint", "glm5.cli.generate"),
     "serve": Command("answer over HTTP: OpenAI's, Anthropic's and SGLang's interfaces", "glm5.cli.serve"),

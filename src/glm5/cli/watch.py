@@ -28,7 +28,10 @@ from glm5.utils.progress import format_seconds
 from glm5.utils.runlog import METRICS, MetricsReader, find_runs, flatten, run_status
 
 # Shown when no metric is asked for: as many of these as the run has, the loop's most telling first.
-PREFERRED = ("loss", "bits_per_byte", "indexer_kl", "indexer_recall", "mtp_loss_1", "grad_norm", "tokens_per_second")
+PREFERRED = (
+    *("reward", "reverse_kl", "entropy", "train_rollout_logprob_abs_diff", "is_masked_low", "is_masked_high"),
+    *("loss", "bits_per_byte", "indexer_kl", "indexer_recall", "mtp_loss_1", "grad_norm", "tokens_per_second"),
+)
 Points = Sequence[tuple[float, float]]
 
 

@@ -58,15 +58,16 @@ def read_prompts(path: str | Path) -> list[Prompt]:
     Raises:
         FileError, DataError: as `read_rows`; ids that are there twice.
     """
-    return _unique(read_rows(path, prompt_from_row), str(path))
+    return require_unique(read_rows(path, prompt_from_row), str(path))
 
 
 def prompts_from_rows(rows: Iterable[Mapping[str, Any]]) -> list[Prompt]:
     """The same of rows that are made in memory, as `glm5.posttrain.verify.gym.rows` makes them."""
-    return _unique([prompt_from_row(row, number) for number, row in enumerate(rows, 1)], "the rows")
+    return require_unique([prompt_from_row(row, number) for number, row in enumerate(rows, 1)], "the rows")
 
 
-def _unique(prompts: list[Prompt], where: str) -> list[Prompt]:
+def require_unique(prompts: list[Prompt], where: str) -> list[Prompt]:
+    """Refuse prompts whose ids are not all different; `where` names them in the message."""
     twice = [id for id, count in Counter(p.id for p in prompts).items() if count > 1]
     if twice:
         raise DataError(f"{where}: id {twice[0]!r} is there twice", "Give each row its own id, or remove copies")

@@ -1,0 +1,191 @@
+"""`glm5 distill` as a function: on-policy distillation from earlier stages, which restores what later ones forgot.
+
+The policy answers prompts of each teacher's own domains, once each; a token's advantage is how much likelier its
+teacher finds it, sg[log π_teacher - log π_θ], in the place of Â in Eq. 1. In the mean that is the gradient of
+-KL(π_θ ‖ π_teacher). No verifier is asked but to measure. The teachers' log-probabilities are made by the model in this
+process, under the draws' temperature and kept sets; the report asks engines for them. Source: report, section 3.5,
+Eq. 2: groups of 1, batches of 1,024. Read next: `learner`, `advantage`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from glm5.model.config import ModelConfig
+from glm5.model.glm5 import GLM5
+from glm5.model.weights import load_model
+from glm5.posttrain.advantage import distillation_advantages
+from glm5.posttrain.learner import LearnConfig, Learner, digest
+from glm5.posttrain.losses import LossConfig, glm5_reasoning
+from glm5.posttrain.prompts import PromptOrder
+from glm5.posttrain.reason import Measure, PromptConfig, begin, describe, model_config, prepare_prompts, verifier_pool
+from glm5.posttrain.rollouts import Group, RolloutConfig, Rollouts, figures
+from glm5.posttrain.rows import PolicyRows
+from glm5.posttrain.update import score
+from glm5.text.tokenizer import load_tokenizer
+from glm5.train.prepare import Say
+from glm5.utils.devices import resolve_device
+from glm5.utils.errors import ConfigError
+from glm5.utils.files import exclusive, require_writable, sha256_file, write_json
+
+
+@dataclass(frozen=True)
+class DistillConfig:
+    """Distillation on the policy's own answers, from a teacher for each domain."""
+
+    checkpoint: str = ""
+    """The model to begin with: a directory in the public layout, with its tokenizer."""
+    teachers: tuple[str, ...] = ()
+    """DOMAIN=CHECKPOINT of every domain; one checkpoint may teach several."""
+    run: str = "runs/distill"
+    """Directory of the run. An interrupted run goes on when the same command is given again."""
+    prompts: PromptConfig = field(default_factory=PromptConfig)
+    rollout: RolloutConfig = field(default_factory=lambda: RolloutConfig(prompts=1024, group=1))
+    learn: LearnConfig = field(default_factory=LearnConfig)
+    loss: LossConfig = field(default_factory=glm5_reasoning)
+    device: str = "auto"
+    """cpu, cuda or cuda:N; auto is a GPU where there is one."""
+    eval_every: int = 20
+    """Steps between measurements of the held-out prompts, which are also measured before and after."""
+    dry_run: bool = False
+    """Read and check the prompts and teachers, print what would be done, and keep nothing."""
+
+    def __post_init__(self) -> None:
+        if self.eval_every < 0:
+            raise ConfigError("eval_every", self.eval_every, "must be at least 0")
+        for text in self.teachers:
+            domain, equals, path = text.partition("=")
+            if not (domain and equals and path):
+                raise ConfigError("teachers", text, "must be DOMAIN=CHECKPOINT")
+
+    @property
+    def paths(self) -> dict[str, str]:
+        """A checkpoint for each domain."""
+        return {domain: path for domain, _, path in (text.partition("=") for text in self.teachers)}
+
+
+@dataclass(frozen=True)
+class Distilled:
+    """What came of it. held_out: success by domain "before" and "after"."""
+
+    run: Path
+    model: Path
+    steps: int
+    prompts: int
+    held_out: dict[str, dict[str, float]]
+
+
+class Distiller(Learner):
+    """A learner whose steps are of a teacher's log-probabilities."""
+
+    order: PromptOrder
+    teachers: Mapping[str, GLM5]
+
+    def step(self) -> dict[str, Any]:
+        first, count = self.ledger.next, self.rollouts.config.prompts
+        groups = self.rollouts.draw(list(enumerate(self.order.prompts(first, count), first)))
+        for group in groups:
+            group.advantages = dict.fromkeys(range(len(group.samples)), 0.0)
+            group.copies = dict.fromkeys(group.advantages, 1)
+        self.divergence: dict[str, list[float]] = {}
+        metrics = {**figures(groups), **self.learn(groups, self.taught)}
+        for domain, (total, tokens) in self.divergence.items():
+            metrics[f"reverse_kl/{domain}"] = total / max(1.0, tokens)
+        sums = [sum(column) for column in zip(*self.divergence.values(), strict=True)]
+        metrics["reverse_kl"] = sums[0] / max(1.0, sums[1])
+        self.ledger.add(self.finished_steps + 1, [g.record() for g in groups])
+        return metrics
+
+    def taught(self, rows: PolicyRows, groups: Sequence[Group]) -> PolicyRows:
+        """The rows with each token's advantage by the teacher of its domain."""
+        micro = self.config.micro_batch
+        domains = [g.prompt.domain for g in groups for _ in g.learned]
+        own_BT = score(self.model, rows, micro_batch=micro)
+        advantages_BT = torch.zeros_like(rows.advantages_BT)
+        for domain in dict.fromkeys(domains):
+            numbers = torch.tensor([n for n, d in enumerate(domains) if d == domain], device=rows.rollout_BT.device)
+            mask_BT = rows.mask_BT & torch.isin(rows.rollout_BT, numbers)
+            held = mask_BT.any(1).nonzero().squeeze(1)  # a teacher reads no row without its domain
+            mine = replace(rows, mask_BT=mask_BT).take(held.tolist())
+            teacher_BT = torch.zeros_like(own_BT)
+            teacher_BT[held] = score(self.teachers[domain], mine, micro_batch=micro)
+            found_BT = torch.where(mask_BT, distillation_advantages(teacher_BT, own_BT), 0.0)
+            advantages_BT += found_BT
+            total, tokens = self.divergence.get(domain, [0.0, 0.0])
+            self.divergence[domain] = [total - float(found_BT.sum()), tokens + int(mask_BT.sum())]
+        return replace(rows, advantages_BT=advantages_BT)
+
+
+def resolve(config: DistillConfig) -> tuple[DistillConfig, ModelConfig]:
+    """The configuration with its device, and the model's own.
+
+    Raises:
+        UserError: a checkpoint cannot be used, or a teacher reads other ids than the policy.
+    """
+    model = model_config(config.checkpoint, "glm5 distill")
+    if not config.teachers:
+        raise ConfigError("teachers", (), "must name a teacher for every domain: --teachers DOMAIN=CHECKPOINT ...")
+    own = Path(config.checkpoint) / "tokenizer.json"
+    for domain, path in config.paths.items():
+        model_config(path, "glm5 distill")
+        other = Path(path) / "tokenizer.json"
+        if not other.is_file() or sha256_file(other) != sha256_file(own):
+            raise ConfigError(
+                "teachers", f"{domain}={path}", "its tokenizer.json is not the policy's: ids would differ"
+            )
+    return replace(config, device=resolve_device(config.device)), model
+
+
+def load_teachers(config: DistillConfig, domains: Sequence[str]) -> dict[str, GLM5]:
+    """A model for each domain, each checkpoint once in memory.
+
+    Raises:
+        ConfigError: domains and teachers do not name each other.
+    """
+    paths = config.paths
+    if paths.keys() != set(domains):
+        raise ConfigError("teachers", sorted(paths), f"must name the domains that there are: {', '.join(domains)}")
+    loaded = {
+        path: load_model(path, device=config.device, dtype="float32").eval().requires_grad_(False)
+        for path in dict.fromkeys(paths.values())
+    }
+    return {domain: loaded[path] for domain, path in paths.items()}
+
+
+def distill(config: DistillConfig, say: Say = print) -> Distilled:
+    """Learn, export and measure; goes on where an earlier start of the same run ended.
+
+    Raises:
+        UserError: see `resolve`, `load_teachers`, `prepare_prompts` and `Learner.run`.
+    """
+    config, _ = resolve(config)
+    run = require_writable(config.run)
+    with exclusive(run / ".rl.lock"):
+        begin(run, config.checkpoint, replace(config, dry_run=False))
+        tokenizer = load_tokenizer(config.checkpoint)
+        prompts = prepare_prompts(config.prompts, config.learn.seed)
+        for line in describe(prompts):
+            say(line)
+        teachers = load_teachers(config, list(prompts.order.domains))
+        model = load_model(config.checkpoint, device=config.device, dtype="float32")
+        with verifier_pool(config.rollout, prompts.held_out) as pool:
+            rollouts = Rollouts(model, tokenizer, config.rollout, pool, seed=config.learn.seed)
+            rollouts.refuse_long([*prompts.train, *prompts.held_out])
+            learner = Distiller(config.learn, model, config.loss, rollouts, run, digest(prompts.train))
+            learner.order, learner.teachers = prompts.order, teachers
+            measure = Measure(run / "held-out.json", rollouts, prompts.held_out, learner)
+            learner.run(
+                resolved=replace(config, dry_run=False),
+                title="distill",
+                measure=measure if prompts.held_out else None,
+                measure_every=config.eval_every,
+            )
+            path = learner.export(tokenizer)
+        found = Distilled(run, path, learner.finished_steps, learner.ledger.next, measure.ends())
+        write_json(run / "result.json", {"steps": found.steps, "prompts": found.prompts, "held_out": found.held_out})
+    return found

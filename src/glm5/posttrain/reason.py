@@ -1,0 +1,317 @@
+"""`glm5 rl reason` as a function: a policy learns from verified answers, on-policy, with the report's Eq. 1.
+
+    prompts of all domains -> groups of answers (`rollouts`) -> verdicts -> advantages -> update -> weights to engine
+
+Trainer and engine run one model definition with one deterministic top-k, ties to the lowest position, and the indexers
+rest, so both see the same positions. The engine's log-probabilities are compared with the trainer's in every step
+(`train_rollout_logprob_abs_diff`); IcePop masks what lies outside the band. The run's files are `learner`'s. Source:
+report, section 3.2. Read next: `rollouts`, `learner`, `losses`.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from glm5.model.config import ModelConfig
+from glm5.model.weights import load_model
+from glm5.posttrain.learner import MAY_DIFFER, LearnConfig, Learner, digest
+from glm5.posttrain.losses import LossConfig, glm5_reasoning
+from glm5.posttrain.outcome import State
+from glm5.posttrain.page import write_page
+from glm5.posttrain.prompts import Difficulty, Prompt, PromptOrder, prompts_from_rows, read_prompts, require_unique
+from glm5.posttrain.rollouts import Group, RolloutConfig, Rollouts, figures
+from glm5.posttrain.rows import Trajectory
+from glm5.posttrain.verify import gym
+from glm5.posttrain.verify.pool import VerifierPool
+from glm5.text.tokenizer import load_tokenizer
+from glm5.train.prepare import Say
+from glm5.train.sparsify import keep_weights
+from glm5.utils.config_io import to_dict
+from glm5.utils.devices import resolve_device
+from glm5.utils.errors import CheckpointError, ConfigError, DataError
+from glm5.utils.files import exclusive, read_json, require_writable, write_json
+from glm5.utils.runlog import CONFIG, refuse_changes
+
+HELD_OUT_SEED = 1_000_003  # added to the seed: held-out tasks are others than those that are learned from
+
+
+@dataclass(frozen=True)
+class PromptConfig:
+    """Which prompts."""
+
+    data: tuple[str, ...] = ()
+    """JSONL files of prompts; without any, reasoning-gym's `tasks`."""
+    tasks: tuple[str, ...] = ("chain_sum", "gcd", "spell_backward", "letter_counting")
+    """Generators of reasoning-gym, one domain each: NAME, or NAME:{"option": value, ...}."""
+    count: int = 1000
+    """Tasks of each generator."""
+    held_out: tuple[str, ...] = ()
+    """JSONL files of prompts that are only measured; with `tasks`, others of the same generators are."""
+    held_out_count: int = 50
+    """Held-out prompts that are measured, of each domain; 0 measures none."""
+    ratios: tuple[str, ...] = ()
+    """DOMAIN=RATIO of every domain; without any, equal ones, as in the report."""
+    difficulty: Difficulty = field(default_factory=Difficulty)
+    """Which prompts are worth it, by pass rates in the data."""
+
+
+@dataclass(frozen=True)
+class ReasonConfig:
+    """Reinforcement learning from verified answers."""
+
+    checkpoint: str = ""
+    """The model to begin with: a directory in the public layout, with its tokenizer."""
+    run: str = "runs/reason"
+    """Directory of the run. An interrupted run goes on when the same command is given again."""
+    prompts: PromptConfig = field(default_factory=PromptConfig)
+    rollout: RolloutConfig = field(default_factory=RolloutConfig)
+    learn: LearnConfig = field(default_factory=LearnConfig)
+    loss: LossConfig = field(default_factory=glm5_reasoning)
+    device: str = "auto"
+    """cpu, cuda or cuda:N; auto is a GPU where there is one."""
+    eval_every: int = 20
+    """Steps between measurements of the held-out prompts, which are also measured before and after."""
+    page_every: int = 20
+    """Steps between pages of sampled rollouts, RUN/rollouts.html; 0 writes none."""
+    dry_run: bool = False
+    """Read and check the prompts, draw one group, print what would be done, and keep nothing."""
+
+    def __post_init__(self) -> None:
+        for name in ("eval_every", "page_every"):
+            if getattr(self, name) < 0:
+                raise ConfigError(name, getattr(self, name), "must be at least 0")
+
+
+@dataclass(frozen=True)
+class Reasoned:
+    """What came of it. held_out: success by domain "before" and "after". states: prompts by what became of them."""
+
+    run: Path
+    model: Path
+    steps: int
+    prompts: int
+    held_out: dict[str, dict[str, float]]
+    states: dict[str, int]
+
+
+# ---------------------------------------------------------------------------------------------------- prompts
+@dataclass(frozen=True)
+class Prompts:
+    """Those to learn from, in their order; those to measure; and what difficulty left out."""
+
+    order: PromptOrder
+    train: list[Prompt]
+    held_out: list[Prompt]
+    left_out: dict[str, int]
+
+
+def prepare_prompts(config: PromptConfig, seed: int) -> Prompts:
+    """Read or make the prompts.
+
+    Raises:
+        UserError: a file has bad rows (all are listed by line), a generator or an option is not known, a domain has no
+            ratio, or nothing is left.
+    """
+    if config.data:
+        train = [p for path in config.data for p in read_prompts(path)]
+        held_out = [p for path in config.held_out for p in read_prompts(path)]
+    else:
+        train = _tasks(config.tasks, config.count, seed)
+        known = {(p.messages, p.answer) for p in train}
+        wanted = config.held_out_count
+        spare = _tasks(config.tasks, 4 * wanted, seed + HELD_OUT_SEED) if wanted else []
+        held_out = list({(p.messages, p.answer): p for p in spare if (p.messages, p.answer) not in known}.values())
+    require_unique(train, ", ".join(config.data or config.tasks))
+    train, left_out = config.difficulty.select(train)
+    if not train:
+        raise DataError(f"no prompt is left: {left_out}", "Widen prompts.difficulty, or give other prompts")
+    per_domain: dict[str, list[Prompt]] = {}
+    for p in held_out:
+        if len(per_domain.setdefault(p.domain, [])) < config.held_out_count:
+            per_domain[p.domain].append(p)
+    return Prompts(
+        PromptOrder(train, parse_ratios(config.ratios), seed),
+        train,
+        [p for domain in per_domain.values() for p in domain],
+        left_out,
+    )
+
+
+def _tasks(specs: Sequence[str], count: int, seed: int) -> list[Prompt]:
+    rows = []
+    for spec in specs:
+        name, _, options = spec.partition(":")
+        try:
+            given = json.loads(options) if options else {}
+        except ValueError:
+            given = None
+        if not isinstance(given, dict):
+            raise ConfigError("prompts.tasks", spec, 'must be NAME or NAME:{"option": value}')
+        try:
+            rows += gym.rows(name, count, seed, **given)
+        except (TypeError, AssertionError) as e:
+            raise ConfigError("prompts.tasks", spec, f"reasoning-gym does not take these options: {e}") from None
+        except ModuleNotFoundError:
+            raise ConfigError(
+                "prompts.tasks", spec, "needs reasoning-gym: install glm5[rl], or give prompts.data"
+            ) from None
+    return prompts_from_rows(rows)
+
+
+def parse_ratios(given: Sequence[str]) -> dict[str, float] | None:
+    """DOMAIN=RATIO …; None where none is given."""
+    ratios = {}
+    for text in given:
+        domain, equals, ratio = text.rpartition("=")
+        try:
+            ratios[domain] = float(ratio)
+        except ValueError:
+            equals = ""
+        if not equals:
+            raise ConfigError("ratios", text, "must be DOMAIN=RATIO")
+    return ratios or None
+
+
+# ---------------------------------------------------------------------------------------------------- learning
+class Reasoner(Learner):
+    """A learner whose steps are of verified groups."""
+
+    order: PromptOrder
+    pages: int = 0
+
+    def step(self) -> dict[str, Any]:
+        groups = self.rollouts.collect(self.order.prompts, self.ledger.next)
+        kept = [g for g in groups if g.state is State.TRAINED]
+        metrics: dict[str, Any] = {**figures(groups), "groups": len(kept)}
+        if kept:
+            if self.pages and self.finished_steps % self.pages == 0:
+                self._page(kept[:2])
+            metrics |= self.learn(kept)
+        self.ledger.add(self.finished_steps + 1, [g.record() for g in groups])
+        return metrics
+
+    def _page(self, groups: Sequence[Group]) -> None:
+        trajectories: list[Trajectory] = []
+        rewards: list[float] = []
+        for group in groups:
+            trajectories += group.trajectories(len(trajectories), self.rollouts.config.temperature)
+            rewards += [group.samples[i].reward or 0.0 for i in group.learned]
+        title = f"Rollouts of step {self.finished_steps + 1}"
+        path = self.directory / "rollouts.html"
+        write_page(path, title, self.rows(trajectories), self.model, self.rollouts.tokenizer, rewards)
+
+
+def resolve(config: ReasonConfig) -> tuple[ReasonConfig, ModelConfig]:
+    """The configuration with its device, and the model's own.
+
+    Raises:
+        UserError: the checkpoint cannot be used.
+    """
+    return replace(config, device=resolve_device(config.device)), model_config(config.checkpoint, "glm5 rl reason")
+
+
+def model_config(checkpoint: str, command: str) -> ModelConfig:
+    """Of a checkpoint to begin with."""
+    if not checkpoint:
+        raise ConfigError("checkpoint", "", f"must name the model's directory: {command} CHECKPOINT ...")
+    path = Path(checkpoint)
+    if (path / "model" / "config.json").is_file():
+        raise CheckpointError(f"{path} is a run, not a model", f"Give its model, {path / 'model'}")
+    return ModelConfig.load(checkpoint)
+
+
+def verifier_pool(config: RolloutConfig, prompts: Sequence[Prompt]) -> VerifierPool:
+    """The verifiers of these prompts, loaded.
+
+    Raises:
+        UserError: one is not known, or cannot be imported.
+    """
+    pool = VerifierPool(config.verifiers, config.verifier_timeout)
+    try:
+        pool.require(sorted({p.verifier for p in prompts}))
+    except BaseException:
+        pool.close()
+        raise
+    return pool
+
+
+def begin(run: Path, checkpoint: str, config: Any) -> None:
+    """Refuse, before anything is loaded, to go on with another configuration or other weights."""
+    begun = (run / "checkpoints").exists()
+    if begun:
+        refuse_changes(read_json(run / CONFIG), to_dict(config), MAY_DIFFER)
+    keep_weights(checkpoint, run / "weights.json", begun=begun)
+
+
+def reason(config: ReasonConfig, say: Say = print) -> Reasoned:
+    """Learn, export and measure; goes on where an earlier start of the same run ended.
+
+    Raises:
+        UserError: see `prepare_prompts`, `Rollouts` and `Learner.run`.
+    """
+    config, _ = resolve(config)
+    run = require_writable(config.run)
+    with exclusive(run / ".rl.lock"):
+        begin(run, config.checkpoint, replace(config, dry_run=False))
+        tokenizer = load_tokenizer(config.checkpoint)
+        prompts = prepare_prompts(config.prompts, config.learn.seed)
+        for line in describe(prompts):
+            say(line)
+        model = load_model(config.checkpoint, device=config.device, dtype="float32")
+        with verifier_pool(config.rollout, [*prompts.train, *prompts.held_out]) as pool:
+            rollouts = Rollouts(model, tokenizer, config.rollout, pool, seed=config.learn.seed)
+            rollouts.refuse_long([*prompts.train, *prompts.held_out])
+            learner = Reasoner(config.learn, model, config.loss, rollouts, run, digest(prompts.train))
+            learner.order, learner.pages = prompts.order, config.page_every
+            measure = Measure(run / "held-out.json", rollouts, prompts.held_out, learner)
+            learner.run(
+                resolved=replace(config, dry_run=False),
+                title="reason",
+                measure=measure if prompts.held_out else None,
+                measure_every=config.eval_every,
+            )
+            path = learner.export(tokenizer)
+        found = Reasoned(
+            run, path, learner.finished_steps, learner.ledger.next, measure.ends(), dict(learner.ledger.states)
+        )
+        result = {"steps": found.steps, "prompts": found.prompts, "held_out": found.held_out, "states": found.states}
+        write_json(run / "result.json", result)
+    return found
+
+
+class Measure:
+    """Success on held-out prompts by domain, kept by step in a file, so that a resumed run knows how it began."""
+
+    def __init__(self, path: Path, rollouts: Rollouts, prompts: Sequence[Prompt], learner: Learner) -> None:
+        self.path, self.rollouts, self.prompts, self.learner = path, rollouts, prompts, learner
+        self.found: dict[str, dict[str, float]] = read_json(path) if path.exists() and learner.store.list() else {}
+
+    def __call__(self) -> dict[str, Any]:
+        success = self.rollouts.success(self.prompts)
+        self.found[str(self.learner.finished_steps)] = success
+        write_json(self.path, self.found)
+        return {f"held_out/{domain}": value for domain, value in success.items()}
+
+    def ends(self) -> dict[str, dict[str, float]]:
+        """Before the first step and after the last; empty where nothing was measured."""
+        if not self.found:
+            return {}
+        last = str(max(map(int, self.found)))
+        return {"before": self.found.get("0", {}), "after": self.found[last]}
+
+
+def describe(prompts: Prompts) -> list[str]:
+    """What there is to learn from, a line a domain."""
+    held = [p.domain for p in prompts.held_out]
+    lines = [
+        f"prompts   {domain}: {len(here):,}, {prompts.order.mixture.shares[domain]:.0%} of the mixture; "
+        f"{held.count(domain)} held out"
+        for domain, here in prompts.order.domains.items()
+    ]
+    if prompts.left_out:
+        lines.append(f"          left out: {', '.join(f'{n:,} {why}' for why, n in prompts.left_out.items())}")
+    return lines
