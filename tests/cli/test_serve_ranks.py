@@ -85,6 +85,11 @@ def test_a_mesh_answers_and_ends(checkpoint: Path, tmp_path: Path, mesh: str, st
         model = load_model(checkpoint)
         for ids, answer in zip(prompts, answers, strict=True):
             assert answer["output_ids"] == list(generate(model, ids, max_new_tokens=12, stop_ids=()))
+        new = {"model_path": str(checkpoint), "weight_version": "2"}
+        assert ask(address, "/update_weights_from_disk", new)["success"]
+        again = ask(address, "/generate", bodies[1])
+        assert again["output_ids"] == answers[1]["output_ids"]
+        assert again["meta_info"]["weight_version"] == "2"
         info = ask(address, "/server_info")
         if "dp" in mesh:
             assert '"name": "dp-0"' in json.dumps(info)
