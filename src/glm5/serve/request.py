@@ -107,6 +107,7 @@ class Request:
         arrival: seconds of `time.monotonic`.
         lease: keep the prompt's pages after the end, for a peer to fetch, until the lease of this name is returned.
         source: fetch pages from there where they are not known here; what cannot be fetched is read.
+        route: requests of one name share prefixes, and are best answered by one engine; empty is nobody else's.
     """
 
     input_ids: Sequence[int]
@@ -116,6 +117,7 @@ class Request:
     arrival: float = field(default_factory=time.monotonic)
     lease: bool = False
     source: PageSource | None = None
+    route: str = ""
 
 
 @dataclass(frozen=True)
