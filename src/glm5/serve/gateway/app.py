@@ -160,7 +160,7 @@ class _Here(Server):
         params = replace(request.params, **self._session.sampling)
         cut = params.top_p < 1 or params.top_k > 0 or params.min_p > 0
         params = replace(params, logprobs=params.logprobs or 0, kept_set=params.kept_set or cut)
-        asked = replace(request, params=params)
+        asked = replace(request, params=params, route=self._session.id)
         turn = self._session.begin(plan, asked, name=name, digest=digest, grace_s=self._gateway.gateway_options.grace_s)
         stream = turn.listen(request.rid)  # at once: whoever asks again meanwhile finds this turn
         try:
