@@ -296,6 +296,8 @@ def _dies(world: World, checkpoint: str, who: int) -> None:
                 if world.rank == who:
                     os._exit(9)
         except RankLost as error:
+            while not lost and time.monotonic() < began + 40:  # told in another thread
+                time.sleep(0.01)
             os._exit(3 if lost and "Start the server again" in str(error) and len(lost) == 1 else 4)
         os._exit(5)
     try:
