@@ -221,12 +221,12 @@ class Sandbox:
         done = self.run(["sh", "-c", line, path, str(min(limit, self.limits.output_bytes // 2))], wall_s=30, cwd="/")
         return done.stdout if done.ok else None
 
-    def clear(self, directory: str) -> None:
-        """Empty a writable directory, whatever lies there."""
-        line = 'find "$0" -mindepth 1 -exec chmod u+rwx {} + 2>/dev/null; find "$0" -mindepth 1 -delete'
-        done = self.run(["sh", "-c", line, directory], cwd="/")
+    def clear(self, *directories: str) -> None:
+        """Empty writable directories, whatever lies there."""
+        line = 'find "$@" -mindepth 1 -type d -exec chmod u+rwx {} + 2>/dev/null; find "$@" -mindepth 1 -delete'
+        done = self.run(["sh", "-c", line, "sh", *directories], cwd="/")
         if not done.ok:
-            raise SandboxError(f"cannot empty {directory}: {done.text.strip()[-300:]}", "Make another sandbox")
+            raise SandboxError(f"cannot empty {directories}: {done.text.strip()[-300:]}", "Make another sandbox")
 
     # ----------------------------------------------------------------------- making
     def _keep(self) -> subprocess.Popen[bytes]:
