@@ -146,30 +146,14 @@ class Sandbox:
         Raises:
             SandboxError: the sandbox is closed or was broken; the command did not run.
         """
-        if self._closed:
-            raise SandboxError("the sandbox is closed", "Make another one")
         seconds = self.limits.wall_s if wall_s is None else wall_s
-        variables = {**self.environment, **(environment or {})}
         shown = self.writable if writable is None else tuple(writable)
         killed_before = self._group.killed
-        with tempfile.TemporaryFile() as filter_file, tempfile.TemporaryFile() as status:
-            filter_file.write(seccomp.program() or b"")
-            filter_file.seek(0)
-            descriptors = (filter_file.fileno(), status.fileno())
-            line = self._line(variables, shown, read_only, cwd or self.cwd, *descriptors)
+        with tempfile.TemporaryFile() as status:
             start = time.monotonic()
-            try:
-                process = subprocess.Popen(
-                    [*line, *command],
-                    stdin=subprocess.PIPE,
-                    stdout=subprocess.PIPE,
-                    stderr=subprocess.PIPE,
-                    pass_fds=descriptors,
-                    env={"PATH": search_path()},
-                    start_new_session=True,
-                )
-            except (OSError, ValueError) as e:  # a NUL in the command, or a line too long
-                raise SandboxError(f"the command cannot be started: {e}", "Pass long texts through stdin") from None
+            process = self._start(
+                command, status.fileno(), {**self.environment, **(environment or {})}, shown, read_only, cwd
+            )
             ending, out, err = converse(process, stdin, start + seconds, self.limits.output_bytes)
             took = time.monotonic() - start
             status.seek(0)
@@ -181,7 +165,7 @@ class Sandbox:
         if ending == "exited":
             if self._group.killed > killed_before:
                 verdict = "memory"
-            elif code in (128 + 24, 128 + 9) and took >= self.limits.cpu_s:  # SIGXCPU, then SIGKILL
+            elif code == 128 + 24 or (code == 128 + 9 and took >= self.limits.cpu_s):  # SIGXCPU; SIGKILL if ignored
                 verdict = "cpu_time"
         return Finished(
             ending=verdict,
@@ -191,6 +175,13 @@ class Sandbox:
             lost=out.lost + err.lost,
             seconds=took,
         )
+
+    def start(self, command: Sequence[str], pass_fds: Sequence[int] = ()) -> subprocess.Popen[bytes]:
+        """Start a command that runs until it ends, is killed, or the sandbox is closed. It sees all that `run` shows.
+
+        It also dies with the thread that called this, as the kernel has it, so that thread should wait for it.
+        """
+        return self._start(command, None, self.environment, self.writable, (), None, pass_fds)
 
     # ----------------------------------------------------------------------- files
     def put(self, path: str, data: bytes, mode: int = 0o644) -> None:
@@ -229,6 +220,35 @@ class Sandbox:
             raise SandboxError(f"cannot empty {directories}: {done.text.strip()[-300:]}", "Make another sandbox")
 
     # ----------------------------------------------------------------------- making
+    def _start(
+        self,
+        command: Sequence[str],
+        status_fd: int | None,
+        variables: Mapping[str, str],
+        shown: Sequence[str],
+        read_only: Sequence[str],
+        cwd: str | None,
+        pass_fds: Sequence[int] = (),
+    ) -> subprocess.Popen[bytes]:
+        if self._closed:
+            raise SandboxError("the sandbox is closed", "Make another one")
+        with tempfile.TemporaryFile() as filter_file:
+            filter_file.write(seccomp.program() or b"")
+            filter_file.seek(0)
+            line = self._line(variables, shown, read_only, cwd or self.cwd, filter_file.fileno(), status_fd)
+            try:
+                return subprocess.Popen(
+                    [*line, *command],
+                    stdin=subprocess.PIPE,
+                    stdout=subprocess.PIPE,
+                    stderr=subprocess.PIPE,
+                    pass_fds=(filter_file.fileno(), *([] if status_fd is None else [status_fd]), *pass_fds),
+                    env={"PATH": search_path()},
+                    start_new_session=True,
+                )
+            except (OSError, ValueError) as e:  # a NUL in the command, or a line too long
+                raise SandboxError(f"the command cannot be started: {e}", "Pass long texts through stdin") from None
+
     def _keep(self) -> subprocess.Popen[bytes]:
         """Start the keeper and wait until the tmpfs is there."""
         limits = self.limits
@@ -272,13 +292,14 @@ class Sandbox:
         read_only: Sequence[str],
         cwd: str,
         filter_fd: int,
-        status_fd: int,
+        status_fd: int | None,
     ) -> list[str]:
         limits = self.limits
         line = [*self._join(), *unprivileged(), "nsenter", f"--target={self._keeper.pid}", "--user", "--mount"]
         line += ["--preserve-credentials", "--", "bwrap", "--unshare-all", "--unshare-user", "--disable-userns"]
         line += ["--uid", "1000", "--gid", "1000", "--cap-drop", "ALL", "--hostname", "sandbox", "--new-session"]
-        line += ["--die-with-parent", "--seccomp", str(filter_fd), "--json-status-fd", str(status_fd), "--clearenv"]
+        line += ["--die-with-parent", "--seccomp", str(filter_fd), "--clearenv"]
+        line += [] if status_fd is None else ["--json-status-fd", str(status_fd)]
         for name, value in variables.items():
             line += ["--setenv", name, value]
         for path in _SYSTEM:
