@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 # pip takes whatever build its index offers, and keeps one that is installed; name another to override it.
 TORCH ?= torch>=2.11,<2.14
 
-.PHONY: demo test lint format setup clean
+.PHONY: demo test tools lint format setup clean
 
 setup: $(VENV)/.installed
 
@@ -25,7 +25,13 @@ lint: setup
 	@$(BIN)/mypy
 	@$(BIN)/lint-imports
 
-test: lint
+# What tests need from the system. Where it cannot be installed, those that need it skip and say so.
+tools:
+	@command -v bwrap >/dev/null || { test "$$(id -u)" = 0 && command -v apt-get >/dev/null && \
+	  { apt-get install -y -qq bubblewrap || { apt-get update -qq && apt-get install -y -qq bubblewrap; }; } >/dev/null 2>&1; } || \
+	  echo "tests of the sandbox will skip: bubblewrap is missing (Debian: sudo apt-get install bubblewrap)"
+
+test: lint tools
 	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist worksteal $(ARGS)
 
 format: setup

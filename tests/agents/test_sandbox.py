@@ -100,7 +100,7 @@ def test_missing_programs_are_named_with_their_package(monkeypatch: pytest.Monke
     try:
         with pytest.raises(SandboxError, match="apt-get install bubblewrap"):
             Sandbox()
-        assert "bubblewrap missing" in describe()["sandbox"]
+        assert "bubblewrap missing" in describe()
     finally:
         host.require.cache_clear()
 

@@ -58,9 +58,10 @@ def examine(directory: Path = Path(), *, measure: bool = False) -> dict[str, Any
     """Everything that `glm5 doctor` knows, as JSON values.
 
     Returns:
-        keys environment, cpu, cuda, operators, disk, problems (sentences; empty when all is well) and, if asked
-        for, matmul (device -> dtype -> TFLOP/s).
+        keys environment, cpu, cuda, operators, disk, sandbox (by what programs are isolated, or why they cannot be),
+        problems (sentences; empty when all is well) and, if asked for, matmul (device -> dtype -> TFLOP/s).
     """
+    from glm5.agents.sandbox import describe as describe_sandbox
     from glm5.kernels.dispatch import describe  # imports torch, which takes a second
 
     found: dict[str, Any] = {
@@ -69,6 +70,7 @@ def examine(directory: Path = Path(), *, measure: bool = False) -> dict[str, Any
         "cuda": _cuda(),
         "operators": describe(),
         "disk": _disk(directory),
+        "sandbox": describe_sandbox(),
     }
     if measure:
         found["matmul"] = measure_matmul()
@@ -204,6 +206,7 @@ def _show(found: dict[str, Any]) -> None:
     if not found["cuda"]:
         machine.append(("cuda", "no device"))
     machine.append(("disk", f"{format_bytes(found['disk']['free_bytes'])} free in {found['disk']['directory']}"))
+    machine.append(("sandbox", found["sandbox"]))
     for device, rates in found.get("matmul", {}).items():
         listed = ", ".join(f"{rate:.3g} TFLOP/s in {dtype}" for dtype, rate in rates.items())
         machine.append(("matmul", f"{device}: {listed}"))

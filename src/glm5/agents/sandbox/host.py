@@ -65,16 +65,16 @@ def require() -> None:
         )
 
 
-def describe() -> dict[str, str]:
-    """For `glm5 doctor`: whether a sandbox can be had, and by what, or why not."""
+def describe() -> str:
+    """For `glm5 doctor`: by what a sandbox can be had, or why not, and the mend."""
     try:
         require()
     except SandboxError as e:
-        return {"sandbox": str(e)}
+        return str(e)
     version = subprocess.run(["bwrap", "--version"], capture_output=True, text=True, timeout=30, check=False)
     found = cgroups.parents()
     which = 2 if found and found[1] else 1
-    return {"sandbox": f"{version.stdout.strip()}, seccomp, control groups of version {which}"}
+    return f"{version.stdout.strip()}, seccomp, control groups of version {which}"
 
 
 def search_path() -> str:
