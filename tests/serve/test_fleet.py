@@ -71,7 +71,7 @@ class Worker:
 
         async def reader(wire: Wire) -> None:
             self.readers.append(wire)
-            await keep(wire, self.engine, self.runner.call, PageBytes(self.engine.cache), directory)
+            await keep(wire, self.engine.lending, self.runner.call, PageBytes(self.engine.cache), directory)
 
         self.server = await listen(at, KEY, reader)
         address = f"127.0.0.1:{self.server.sockets[0].getsockname()[1]}" if self._tcp else at
@@ -79,9 +79,9 @@ class Worker:
             KEY,
             asyncio.get_running_loop(),
             self.runner.call,
-            lambda load, filled: self.engine.end_load(load, filled=filled),
+            lambda load, filled: self.engine.lending.end_load(load, filled=filled),
         )
-        self.engine.fetch = self.fetcher.start
+        self.engine.lending.fetch = self.fetcher.start
         await self.runner.start()
         self.wire = await connect(str(self._home / "front"), KEY)
         pages = self.engine.pool.device.count
@@ -107,7 +107,7 @@ class Worker:
     def clean(self) -> bool:
         """Nothing is held but by the prefix tree, and nothing waits."""
         device, scheduler = self.engine.pool.device, self.engine.scheduler
-        kept = scheduler.leases or scheduler.running or scheduler.waiting or self.engine._loads
+        kept = scheduler.leases or scheduler.running or scheduler.waiting or self.engine.lending.loading
         return not kept and not any(device.pins) and device.free + device.idle == device.count
 
 
@@ -475,7 +475,7 @@ def test_a_cancelled_load_writes_nothing_and_a_cancellation_waits_for_a_write(mo
     """So the pages of a load that was given up can go to another at once."""
     engine = Engine(model, SMALL, chat_tokenizer())
     orders: list[transfer.Load] = []
-    engine.fetch = orders.append
+    engine.lending.fetch = orders.append
     engine.add(Request([9] * 200, GREEDY, rid="one", source=PageSource("elsewhere", "a lease", 199)))
     engine.step()
     (load,) = orders
@@ -505,7 +505,7 @@ def test_a_cancelled_load_writes_nothing_and_a_cancellation_waits_for_a_write(mo
     assert engine.pool.device.free == 40
     load.write(1, 3 * full)
     assert torch.equal(_read(load.pages, page), 2 * full)
-    engine.end_load(load, filled=True)  # which comes too late
+    engine.lending.end_load(load, filled=True)  # which comes too late
     assert not engine.has_work
     engine.scheduler.check()
 

@@ -33,14 +33,13 @@ from glm5.serve import invariant
 from glm5.serve.client import PauseMode, Stats, Unavailable, WeightGroup, WeightUpdate
 from glm5.serve.config import EngineConfig
 from glm5.serve.graphs import Graphs, recorder_for
+from glm5.serve.lending import Lending
 from glm5.serve.pages import PAGE_SIZE, PagePool
 from glm5.serve.prefix import PrefixTree, page_keys
-from glm5.serve.request import Delta, PageSource, Request, SamplingParams, TokenInfo, check
+from glm5.serve.request import Delta, Request, SamplingParams, TokenInfo, check
 from glm5.serve.sampler import ROWS_AT_ONCE, Chosen, Sampler, SamplerState
 from glm5.serve.scheduler import Item, Outcome, Plan, Scheduler, Sequence
-from glm5.serve.sequence import Lease
 from glm5.serve.speculate import Drafter
-from glm5.serve.transfer import Load, PageBytes
 from glm5.serve.weights import WeightSource
 from glm5.text.tokenizer import Tokenizer
 from glm5.utils.errors import ConfigError, UserError
@@ -133,9 +132,6 @@ class Engine:
         self.speculation = SpeculationStats()
         self._sampler = Sampler(self.vocab_size, model.config.eos_token_id, tokenizer)
         self._answers: dict[Sequence, _Answer] = {}
-        self.fetch: Callable[[Load], None] | None = None  # how pages of other workers come; see `transfer.Fetcher`
-        self._loads: dict[Sequence, Load] = {}
-        self._lease_ends: dict[str, bytes] = {}  # the trunk's hidden state of each lease's last slot
         self._stalled = False
         self._released: set[str] = set()
         self._flight: _Flight | None = None
@@ -172,6 +168,7 @@ class Engine:
             drafts=config.drafts,
         )
         self._drafter = Drafter(self.model, self.cache, self._sampler) if config.drafts else None
+        self.lending = Lending(self.scheduler, self.cache, self._drafter, self._go_on)
 
     def _record(self, pages: int) -> None:
         """Begin to record decode steps, where that is possible."""
@@ -221,7 +218,7 @@ class Engine:
         for sequence in self.scheduler.add(request):
             state = self._sampler.state(request, sequence.index, sequence.limit - sequence.prompt_tokens)
             self._answers[sequence] = _Answer(state)
-        self._stalled = False
+        self._go_on()
 
     def check(self, request: Request) -> int:
         """Refuse what `add` would refuse for what it asks, and compile its constraint.
@@ -248,8 +245,15 @@ class Engine:
         """End a request without a word. An unknown one is no error."""
         for sequence in self.scheduler.abort(rid):
             self._close(sequence)
-            if sequence in self._loads:
-                self.end_load(self._loads[sequence], filled=False)
+            self.lending.give_up(sequence)
+        self._go_on()
+
+    def return_lease(self, name: str) -> None:
+        """See `Lending.return_lease`."""
+        self.lending.return_lease(name)
+
+    def _go_on(self) -> None:
+        """What waits for pages may find some in the next step."""
         self._stalled = False
 
     # ------------------------------------------------------------------ a step
@@ -298,7 +302,7 @@ class Engine:
         for copy in plan.copies:
             self.cache.copy(copy.kind, copy.source, copy.target)
         for item, source in plan.loads:
-            self._begin_load(item, source)
+            self.lending.begin_load(item, source, self.weight_version)
         self._stalled = not plan.items
         if not plan.items:
             return False
@@ -422,8 +426,7 @@ class Engine:
             routed = _routed_of(answer, flight.answers[answer], *read[reader])
             landed.append(_Landed(answer, got, drafted, prompt_info, routed, self.weight_version))
             if got.finish is not None:
-                if answer.request.rid in self.scheduler.leases and self._drafter is not None:
-                    self._lease_ends[answer.request.rid] = self._drafter.state_at_end(answer)
+                self.lending.keep_end(answer)
                 self._close(answer)
         for answer in flight.leaving:
             self._close(answer)
@@ -456,60 +459,13 @@ class Engine:
         if self._drafter is not None:
             self._drafter.forget(sequence)
 
-    # ------------------------------------------------------------------ pages of and for other workers
-    def _begin_load(self, item: Item, source: PageSource) -> None:
-        if self.fetch is None or item.sequence.state == "finished":
-            self.scheduler.end_load(item, filled=False)
-            return
-        load = Load(item, source, self.weight_version, PageBytes(self.cache))
-        self._loads[item.sequence] = load
-        self.fetch(load)
-
-    def end_load(self, load: Load, *, filled: bool) -> None:
-        """A load is over, one way or the other. Its second end is no error."""
-        sequence = load.item.sequence
-        if self._loads.get(sequence) is not load:
-            return
-        load.cancel()
-        del self._loads[sequence]
-        if filled and self._drafter is not None:
-            self._drafter.arrive(sequence, load.source.tokens, load.hidden)
-        self.scheduler.end_load(load.item, filled=filled)
-        self._stalled = False
-
-    def _end_loads(self) -> None:
-        """What waits for pages reads its prompt itself: afterwards nothing is in flight."""
-        for item, _ in self.scheduler.take_loads():
-            self.scheduler.end_load(item, filled=False)
-        for load in list(self._loads.values()):
-            self.end_load(load, filled=False)
-
-    def borrow(self, name: str) -> tuple[Lease, bytes] | None:
-        """The pages of a lease, which stay as they are until `give_back`, and the hidden state of its last slot."""
-        lease = self.scheduler.leases.get(name)
-        if lease is None:
-            return None
-        self.scheduler.pin(lease)
-        return lease, self._lease_ends.get(name, b"")
-
-    def give_back(self, lease: Lease) -> None:
-        """A reader is done with it."""
-        self.scheduler.unpin(lease)
-        self._stalled = False
-
-    def return_lease(self, name: str) -> None:
-        """Nobody will fetch these pages any more. An unknown name is no error."""
-        self.scheduler.return_lease(name)
-        self._lease_ends.pop(name, None)
-        self._stalled = False
-
     # ------------------------------------------------------------------ between steps
     def pause(self, mode: PauseMode) -> None:
         """Prepare for a time without steps; `retract` gives all pages back, ids are kept. What the last step gave
         `settle` tells, or the next step."""
         self._untold += self._land()
         if mode == "retract":
-            self._end_loads()
+            self.lending.end_loads()
             self.scheduler.retract_all()
 
     def resume(self) -> None:
@@ -531,7 +487,7 @@ class Engine:
         """
         self._untold += self._land()
         self._weights.apply(update)
-        self._end_loads()
+        self.lending.end_loads()
         before, self.weight_version = self.weight_version, update.weight_version or self.weight_version
         self.scheduler.set_version(self.weight_version, keep=not update.flush_cache and self.weight_version != before)
 
@@ -566,7 +522,7 @@ class Engine:
             UserError: requests run, or other workers fetch pages.
         """
         self._untold += self._land()
-        self._end_loads()
+        self.lending.end_loads()
         if self.scheduler.running or any(self.pool.device.pins):
             what = f"{len(self.scheduler.running)} requests run, or their pages are being fetched"
             raise UserError(what, "Abort them, or pause with mode retract, before memory is released")
@@ -591,7 +547,7 @@ class Engine:
         self._released -= back
         if back and not self._released:
             self._record(self.pool.device.count)
-        self._stalled = False
+        self._go_on()
 
     def stats(self) -> Stats:
         """A snapshot for the metrics."""

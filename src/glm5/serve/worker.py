@@ -81,7 +81,11 @@ async def work(options: WorkerOptions) -> None:
     async def reader(other: Wire) -> None:
         near = options.pages_at and not other.local_host
         await keep(
-            other, engine, runner.call, PageBytes(engine.cache), str(Path(options.pages_at).parent) if near else ""
+            other,
+            engine.lending,
+            runner.call,
+            PageBytes(engine.cache),
+            str(Path(options.pages_at).parent) if near else "",
         )
 
     servers = [await listen(options.pages_at or f"{wire.local_host}:0", key, reader)]
@@ -93,10 +97,10 @@ async def work(options: WorkerOptions) -> None:
         key,
         asyncio.get_running_loop(),
         runner.call,
-        lambda load, filled: engine.end_load(load, filled=filled),
+        lambda load, filled: engine.lending.end_load(load, filled=filled),
         "" if is_path(options.front) else host_and_port(options.front)[0],
     )
-    engine.fetch = fetcher.start
+    engine.lending.fetch = fetcher.start
     await runner.start()
     try:
         hello = Hello(
