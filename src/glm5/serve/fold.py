@@ -19,7 +19,7 @@ class Folded:
         prompt_info: one entry an id of the prompt where asked for, the first None. finish: why it ended.
         trim: as the last delta has it. prompt_tokens, cached_tokens: of the prompt.
         steps: of the engine that gave ids. drafted, accepted: drafts tried and right. verifications: steps with drafts.
-        weight_version: the oldest that an id came from. routed: as `Delta` has it, of all tokens.
+        weight_version: the oldest that an id came from. versions: of each id. routed: as `Delta` has it, of all tokens.
     """
 
     ids: list[int] = field(default_factory=list)
@@ -33,6 +33,7 @@ class Folded:
     accepted: int = 0
     verifications: int = 0
     weight_version: str = ""
+    versions: list[str] = field(default_factory=list)
     trim: int = field(default=0, repr=False)
     routed: bytes = field(default=b"", repr=False)
 
@@ -54,4 +55,5 @@ class Folded:
         self.accepted += delta.accepted
         self.verifications += delta.drafted > 0
         self.weight_version = delta.weight_version
+        self.versions += [delta.version or delta.weight_version] * len(delta.ids)
         self.routed += delta.routed

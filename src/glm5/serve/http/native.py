@@ -68,6 +68,7 @@ class GenerateBody(Body):
     return_text_in_logprobs: bool | None = None
     return_prompt_token_ids: bool | None = None
     return_routed_experts: bool | None = None
+    return_weight_versions: bool | None = None
     return_hidden_states: bool | list[bool] | None = None
     image_data: Any = None
     priority: int | None = Field(default=None, ge=-(2**31), le=2**31 - 1)
@@ -95,6 +96,7 @@ class _Item:
         self.skip_control = sampling.skip_special_tokens is not False
         self.top = mine("top_logprobs_num") or 0
         self.with_routed = bool(body.return_routed_experts)
+        self.with_versions = bool(body.return_weight_versions)
         self.kept = bool((sampling.custom_params or {}).get("return_top_p_token_ids"))
         rid = mine("rid")
         if isinstance(body.rid, str) and count > 1:
@@ -164,6 +166,8 @@ class _Item:
                 ]
             if a.prompt_info:
                 meta |= self._prompt(a)
+        if self.with_versions:
+            meta["weight_versions"] = a.versions
         if self.kept:
             meta |= self._kept(a)
         if self.with_routed and a.finish is not None:  # int32 [tokens - 1, layers, experts of a token]
@@ -190,13 +194,15 @@ class _Item:
         return meta
 
     def _kept(self, a: Answer) -> dict[str, Any]:
-        """The ids that could be drawn at each place, end to end, and where each place begins."""
+        """The ids that could be drawn at each place, end to end, where each place begins, and the logarithm of the
+        probability that they had together."""
         ids: list[int] = []
         offsets = [0]
         for info in a.info:
             ids += range(self.vocab_size) if info.kept is None else info.kept
             offsets.append(len(ids))
-        return {"top_p_token_ids": ids, "top_p_token_offsets": offsets}
+        together = [logprob(info.kept_logprob) for info in a.info]
+        return {"top_p_token_ids": ids, "top_p_token_offsets": offsets, "top_p_logprobs": together}
 
 
 def routes(server: Server) -> APIRouter:
