@@ -255,7 +255,7 @@ def _trajectory(path: Sequence[Turn], marked: set[Turn]) -> dict[str, Any]:
         ids += [*turn.given, *turn.drawn]
         drawn += [False] * before + [turn not in marked] * len(turn.drawn)
         logprobs += [0.0] * before + [one.logprob - one.kept_logprob for one in info]
-        versions += [""] * before + turn.versions
+        versions += [""] * before + turn.reply.answer.versions
         kept += [*[None] * before, *(None if one.kept is None else list(one.kept) for one in info)]
     return {
         "ids": ids,

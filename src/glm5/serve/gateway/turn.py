@@ -30,7 +30,7 @@ class Turn:
         ended: called once, when nothing more will come.
 
     Attributes:
-        versions: of the weights, one for each id that was drawn. error: what listeners are told at the end instead.
+        error: what listeners are told at the end instead.
         failure: why it is of no use; None for a turn that runs or ended well.
     """
 
@@ -54,7 +54,6 @@ class Turn:
         self.params = request.params
         self.prompt_tokens = len(request.input_ids)
         self.started, self.first_at, self.ended_at = time.time(), None, None
-        self.versions: list[str] = []
         self.error: Exception | None = None
         self.failure: Outcome | None = None
         self.over = False
@@ -127,7 +126,6 @@ class Turn:
     def _take(self, delta: Delta) -> None:
         if delta.ids and self.first_at is None:
             self.first_at = time.time()
-        self.versions += [delta.version or delta.weight_version] * len(delta.ids)
         self.reply.take(delta)
         self._deltas.append(delta)
         self._tell()

@@ -1,0 +1,280 @@
+"""An engine behind HTTP as a backend: SGLang's native interface, which `glm5 serve` speaks too.
+
+An answer comes whole, when it has ended: an engine that is lost on the way has told nothing, so that the pool can ask
+elsewhere. Draws that are cut (top_p, top_k, min_p) need the kept set and its probability, and answers that go on across
+an update need a version an id; `glm5 serve` tells both. Of an engine that does not, cut draws are refused, and all ids
+of an answer have the version that it tells. Read next: `pool`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from itertools import groupby, pairwise
+from typing import Any
+
+import httpx
+
+from glm5.serve.client import PauseMode, Stats, Unavailable, WeightGroup, WeightUpdate
+from glm5.serve.request import Delta, Finish, Request, SamplingParams, TokenInfo
+from glm5.text.tokenizer import Tokenizer
+from glm5.utils.errors import UserError
+
+SHAPED = {"regex": "regex", "ebnf": "ebnf", "json_schema": "json_schema"}  # forms that the interface has
+DEFAULTS = SamplingParams()
+
+
+class HttpEngine:
+    """A `Backend`. `start` before, `stop` after.
+
+    Args:
+        url: of the engine. tokenizer, model_name, context: of its model.
+        timeout_s: in which an answer must be there.
+    """
+
+    def __init__(
+        self, url: str, tokenizer: Tokenizer, model_name: str, context: int, *, api_key: str | None = None,
+        timeout_s: float = 3600.0,
+    ) -> None:  # fmt: skip
+        self.url, self.tokenizer, self.model_name, self.context = url, tokenizer, model_name, context
+        self.vocab_size = tokenizer.vocab_size
+        self.weight_version, self.paused = "", False
+        self.failure: str | None = None
+        headers = {} if api_key is None else {"Authorization": f"Bearer {api_key}"}
+        limits = httpx.Limits(max_connections=None, max_keepalive_connections=64)
+        self._http = httpx.AsyncClient(base_url=url, headers=headers, timeout=timeout_s, limits=limits)
+
+    async def start(self) -> None:
+        """Nothing has to be waited for: `probe` says when it is there."""
+
+    async def stop(self) -> None:
+        """Close the connections."""
+        await self._http.aclose()
+
+    async def _call(self, path: str, body: dict[str, Any] | None = None, method: str = "POST", **about: Any) -> Any:
+        """What the engine answers.
+
+        Raises:
+            Unavailable: it does not, or says that it cannot. UserError: it refuses what was asked.
+        """
+        try:
+            answer = await self._http.request(method, path, json=body, **about)
+        except httpx.HTTPError as error:
+            raise Unavailable(f"engine {self.url}: {error or type(error).__name__}") from error
+        if answer.status_code >= 500:
+            raise Unavailable(f"engine {self.url}: status {answer.status_code}: {answer.text[:200]}")
+        if answer.status_code >= 400:
+            raise UserError(f"engine {self.url} refuses: {answer.text[:500]}", "Ask for what it offers")
+        try:
+            return answer.json()
+        except ValueError:
+            return answer.text
+
+    # -------------------------------------------------------------------------------------------------- requests
+    async def generate(self, request: Request) -> _Whole:
+        """As `Backend` has it. Raises UserError for what the interface has no words for."""
+        return _Whole(self, request, body_of(request))
+
+    async def answer(self, request: Request, body: dict[str, Any]) -> list[Delta]:
+        """The deltas of a request, when it has ended."""
+        return deltas_of(request, await self._call("/generate", body), self)
+
+    async def abort(self, rid: str | None) -> None:
+        await self._call("/abort_request", {"abort_all": True} if rid is None else {"rid": rid})
+
+    # -------------------------------------------------------------------------------------------------- control
+    async def pause(self, mode: PauseMode) -> None:
+        await self._call("/pause_generation", {"mode": mode})
+        self.paused = True
+
+    async def resume(self) -> None:
+        await self._call("/continue_generation", {})
+        self.paused = False
+
+    async def flush(self) -> bool:
+        try:
+            await self._call("/flush_cache", {})
+        except UserError:
+            return False
+        return True
+
+    async def update_weights(self, update: WeightUpdate) -> None:
+        if update.source != "disk":
+            raise UserError(f"weights by {update.source} through the gateway", "Send them to the engine itself")
+        body = {"model_path": update.path, "flush_cache": update.flush_cache, "weight_version": update.weight_version}
+        await self._call("/update_weights_from_disk", body)
+        await self._hear_version()
+
+    async def join_group(self, group: WeightGroup) -> None:
+        raise UserError("a group for weights through the gateway", "Ask the engine itself")
+
+    async def leave_group(self, group_name: str) -> None:
+        raise UserError("a group for weights through the gateway", "Ask the engine itself")
+
+    async def checksum(self) -> dict[str, str]:
+        found: dict[str, str] = (await self._call("/weights_checker", {"action": "checksum"}))["checksums"]
+        return found
+
+    async def release_memory(self, tags: tuple[str, ...]) -> None:
+        await self._call("/release_memory_occupation", {"tags": list(tags)})
+
+    async def resume_memory(self, tags: tuple[str, ...]) -> None:
+        await self._call("/resume_memory_occupation", {"tags": list(tags)})
+
+    async def probe(self, timeout_s: float) -> bool:
+        """Whether it lives; also hears the version of its weights."""
+        try:
+            await self._call("/health_generate", method="GET", timeout=timeout_s)
+            await self._hear_version(timeout=timeout_s)
+        except (Unavailable, UserError):
+            return False
+        return True
+
+    async def _hear_version(self, **about: Any) -> None:
+        self.weight_version = str((await self._call("/get_weight_version", method="GET", **about))["weight_version"])
+
+    def stats(self) -> Stats:
+        """Nothing: ask the engine itself."""
+        return Stats()
+
+    async def info(self) -> dict[str, Any]:
+        found: dict[str, Any] = await self._call("/server_info", method="GET")
+        return found
+
+
+class _Whole:
+    """The stream of a request, all at once."""
+
+    def __init__(self, engine: HttpEngine, request: Request, body: dict[str, Any]) -> None:
+        self._engine = engine
+        self._work: asyncio.Task[list[Delta]] | None = asyncio.ensure_future(engine.answer(request, body))
+        self._place = 0
+
+    def __aiter__(self) -> _Whole:
+        return self
+
+    async def __anext__(self) -> Delta:
+        if self._work is None:
+            raise StopAsyncIteration
+        deltas = await asyncio.shield(self._work)
+        if self._place == len(deltas):
+            raise StopAsyncIteration
+        self._place += 1
+        return deltas[self._place - 1]
+
+    async def aclose(self) -> None:
+        """Close the connection, by which the engine ends the request."""
+        work, self._work = self._work, None
+        if work is not None:
+            work.cancel()
+            await asyncio.wait({work})
+            if not work.cancelled():
+                work.exception()  # nobody else hears of it
+
+
+# ------------------------------------------------------------------------------------------------------ their words
+def body_of(request: Request) -> dict[str, Any]:
+    """A request in SGLang's form.
+
+    Raises:
+        UserError: it asks for what that form does not have.
+    """
+    p = request.params
+    sampling: dict[str, Any] = {
+        "max_new_tokens": p.max_new_tokens,
+        "temperature": p.temperature,
+        "top_p": p.top_p,
+        "top_k": p.top_k or -1,
+        "min_p": p.min_p,
+        "skip_special_tokens": False,
+        "no_stop_trim": True,
+    }
+    for name in ("frequency_penalty", "presence_penalty", "repetition_penalty", "min_new_tokens", "thinking_budget"):
+        if getattr(p, name) != getattr(DEFAULTS, name):
+            sampling[name] = getattr(p, name)
+    if p.seed is not None:
+        sampling["sampling_seed"] = p.seed
+    if p.stop:
+        sampling["stop"] = list(p.stop)
+    if p.stop_token_ids:
+        sampling["stop_token_ids"] = list(p.stop_token_ids)
+    if p.ignore_eos:
+        sampling["ignore_eos"] = True
+    if p.logit_bias:
+        sampling["logit_bias"] = {str(id): value for id, value in p.logit_bias.items()}
+    if p.constraint is not None:
+        if p.constraint.kind not in SHAPED:
+            raise UserError(f"an answer in the form {p.constraint.kind}", "This engine's interface cannot ask for it")
+        sampling[SHAPED[p.constraint.kind]] = p.constraint.text
+    if p.prompt_logprobs is not None or p.routed_experts or p.n != 1:
+        raise UserError("n, prompt_logprobs or routed_experts", "Ask the engine itself")
+    if p.kept_set:
+        sampling["custom_params"] = {"return_top_p_token_ids": True}
+    return {
+        "rid": request.rid,
+        "input_ids": list(request.input_ids),
+        "sampling_params": sampling,
+        "return_logprob": p.logprobs is not None,
+        "top_logprobs_num": p.logprobs or 0,
+        "return_weight_versions": True,
+        "priority": request.priority,
+        "stream": False,
+    }
+
+
+def deltas_of(request: Request, told: dict[str, Any], engine: HttpEngine) -> list[Delta]:
+    """An answer in SGLang's form as deltas, each of ids of one version of the weights.
+
+    Raises:
+        Unavailable: it has not what was asked for.
+    """
+    meta, p = told["meta_info"], request.params
+    pairs = meta.get("output_token_logprobs") or []
+    ids = list(told["output_ids"] if "output_ids" in told else (pair[1] for pair in pairs))
+    if p.logprobs is not None and [pair[1] for pair in pairs] != ids:
+        raise Unavailable(f"engine {engine.url}: {len(pairs)} log-probabilities of {len(ids)} ids")
+    oldest = str(meta.get("weight_version", ""))
+    versions = meta.get("weight_versions") or [oldest] * len(ids)
+    tops = meta.get("output_top_logprobs") or [()] * len(ids)
+    kept = _kept(meta, engine) if p.kept_set else [(None, 0.0)] * len(ids)
+    info = [
+        TokenInfo(pair[0], tuple((id, value) for value, id, *_ in top), *of)
+        for pair, top, of in zip(pairs, tops, kept, strict=bool(pairs))
+    ]
+    reason = meta.get("finish_reason") or {"type": "error", "message": "the engine does not say how it ended"}
+    finish = Finish(reason["type"], reason.get("matched"), reason.get("message", ""))
+    runs = [list(run) for _, run in groupby(range(len(ids)), key=versions.__getitem__)] or [[]]
+    return [
+        Delta(
+            request.rid,
+            0,
+            tuple(ids[i] for i in run),
+            info=tuple(info[i] for i in run) if info else (),
+            finish=finish if run is runs[-1] else None,
+            trim=_trim(ids, finish, p.no_stop_trim, engine.tokenizer) if run is runs[-1] else 0,
+            prompt_tokens=meta.get("prompt_tokens", len(request.input_ids)),
+            cached_tokens=meta.get("cached_tokens", 0),
+            weight_version=oldest,
+            version=versions[run[0]] if run else oldest,
+        )
+        for run in runs
+    ]
+
+
+def _kept(meta: dict[str, Any], engine: HttpEngine) -> list[tuple[tuple[int, ...] | None, float]]:
+    """The kept set of each id (None: all ids), and the logarithm of its probability."""
+    sets, offsets, masses = (meta.get(f"top_p_{name}") for name in ("token_ids", "token_offsets", "logprobs"))
+    if sets is None or offsets is None or masses is None:
+        raise Unavailable(f"engine {engine.url} does not tell what truncation kept, and with which probability")
+    spans = pairwise(offsets)
+    every = engine.vocab_size
+    return [(None if b - a == every else tuple(sets[a:b]), m) for (a, b), m in zip(spans, masses, strict=True)]
+
+
+def _trim(ids: Sequence[int], finish: Finish, keep: bool, tokenizer: Tokenizer) -> int:
+    """Characters to cut from the end: a stop string that was matched, unless it is kept, and what follows it."""
+    if finish.type != "stop" or not isinstance(finish.matched, str):
+        return 0
+    text = tokenizer.decode_bytes(ids).decode("utf-8", "replace")
+    at = text.rfind(finish.matched)
+    return len(text) - at - (len(finish.matched) if keep else 0) if at >= 0 else 0
