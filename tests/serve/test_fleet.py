@@ -471,6 +471,18 @@ def test_a_silent_keeper_is_not_waited_for(model: GLM5, tmp_path: Path, monkeypa
     play(test)
 
 
+def test_an_engine_that_cannot_fetch_reads_the_prompt_itself(model: GLM5) -> None:
+    """At once: it does not wait until another request comes."""
+    engine = Engine(model, SMALL, chat_tokenizer())
+    params = replace(GREEDY, max_new_tokens=3)
+    engine.add(Request([9] * 200, params, source=PageSource("elsewhere", "a lease", 199)))
+    got: list[int] = []
+    while engine.has_work:
+        for delta in engine.step():
+            got += delta.ids
+    assert got == list(generate(model, [9] * 200, max_new_tokens=3, stop_ids=()))
+
+
 def test_a_cancelled_load_writes_nothing_and_a_cancellation_waits_for_a_write(model: GLM5) -> None:
     """So the pages of a load that was given up can go to another at once."""
     engine = Engine(model, SMALL, chat_tokenizer())

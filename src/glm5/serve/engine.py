@@ -301,9 +301,9 @@ class Engine:
         plan = self.scheduler.plan()
         for copy in plan.copies:
             self.cache.copy(copy.kind, copy.source, copy.target)
+        self._stalled = not plan.items
         for item, source in plan.loads:
             self.lending.begin_load(item, source, self.weight_version)
-        self._stalled = not plan.items
         if not plan.items:
             return False
         answers = {a: self._answers[a] for item in plan.items for a in (item.sequence, *item.answers)}

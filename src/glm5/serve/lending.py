@@ -43,6 +43,7 @@ class Lending:
         """Order the pages of an item, which weights of this version must have written."""
         if self.fetch is None or item.sequence.state == "finished":
             self._scheduler.end_load(item, filled=False)
+            self._changed()
             return
         load = Load(item, source, version, PageBytes(self._cache))
         self._loads[item.sequence] = load
