@@ -47,13 +47,16 @@ def numbered(count: int, verifier: str = "short") -> list[tuple[int, Prompt]]:
     return list(enumerate(prompts(count, verifier)))
 
 
+@pytest.mark.parametrize("attention", ["dense", "sparse"])
 @pytest.mark.parametrize(
     "settings",
     [{}, {"temperature": 0.7, "top_p": 0.8}, {"temperature": 1.3, "top_k": 20, "drafts": 2}, {"invariant": True}],
     ids=["plain", "top-p", "drafts", "invariant"],
 )
-def test_the_trainer_repeats_the_engines_log_probabilities(settings: dict[str, Any]) -> None:
-    policy = model()
+def test_the_trainer_repeats_the_engines_log_probabilities(settings: dict[str, Any], attention: str) -> None:
+    """Also where the indexer selects: prompts are longer than the 8 positions that a token may read."""
+    policy = model(glm5_attention=attention)
+    assert policy.config.sparse == (attention == "sparse")
     found = rollouts(policy, **settings)
     groups = found.draw(numbered(3))
     batch = []
@@ -61,6 +64,7 @@ def test_the_trainer_repeats_the_engines_log_probabilities(settings: dict[str, A
         group.advantages, group.copies = dict.fromkeys(range(4), 1.0), dict.fromkeys(range(4), 1)
         batch += group.trajectories(len(batch), found.config.temperature)
     assert len(batch) == 12
+    assert all(len(g.prompt_ids) > policy.config.index_topk for g in groups)
     rows = pack(batch, 64, vocab_size=found.engine.vocab_size)
     trainer = rows.logprobs(policy).logprobs_N
     engine = rows.logprobs_BT[rows.mask_BT]
