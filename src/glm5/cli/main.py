@@ -42,6 +42,7 @@ COMMANDS = {
     "ledger": Command("recompute every published figure from a configuration", "glm5.cli.ledger"),
     "reproduce": Command("run the report's comparisons again at a chosen size", "glm5.cli.reproduce"),
     "watch": Command("draw a run's curves in the terminal, while it runs or after", "glm5.cli.watch"),
+    "gateway": Command("keep the exact tokens of agents that talk to engines", "glm5.cli.gateway"),
     "trajectories": Command("list, show and export the samples of agents' training", "glm5.cli.trajectories"),
     "doctor": Command("show versions, devices, and which operator version runs and why", "glm5.cli.doctor"),
 }
