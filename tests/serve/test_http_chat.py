@@ -489,6 +489,7 @@ def test_cleared_and_preserved_thinking() -> None:
         ({"max_tokens": 5, "max_completion_tokens": 6}, "max_completion_tokens"),
         ({"stop": ""}, "stop"),
         ({"stop": ["a"] * 65}, "stop"),
+        ({"stop": "a\ufffd"}, "stop"),
         ({"logit_bias": {"x": 1}}, "logit_bias"),
         ({"logit_bias": {"999999": 1}}, "logit_bias"),
         ({"top_logprobs": 2}, "top_logprobs"),
@@ -585,3 +586,30 @@ def test_engine_failure_is_told_in_both_ways() -> None:
     assert events(told)[-1]["error"]["type"] == "server_error"
     assert told.endswith("data: [DONE]\n\n")
     assert not backend.alive
+
+
+@pytest.mark.parametrize(
+    ("raw", "tools", "answered"),
+    [
+        ("</think>the answer<|assistant|>", None, {}),  # no stop id of this model, but the end of a turn
+        ("</think>" + call("ping"), [PING], {"parallel_tool_calls": False}),
+    ],
+)
+def test_what_a_block_of_drafts_has_beyond_the_turn_is_not_counted(
+    raw: str, tools: list[dict[str, Any]] | None, answered: dict[str, Any]
+) -> None:
+    client, backend = client_of(raw + "path value")
+    count = len(backend.tokenizer.encode(raw, allow_special=True))
+    body: dict[str, Any] = {"return_token_ids": True, "logprobs": True, **answered}
+    if tools is not None:
+        body["tools"] = tools
+    for sizes in SPLITS:
+        backend.sizes = sizes
+        told = ask(client, **body)
+        choice = told["choices"][0]
+        assert told["usage"]["completion_tokens"] == count
+        assert len(choice["token_ids"]) == len(choice["logprobs"]["content"]) == count
+        assert choice["finish_reason"] == ("tool_calls" if tools else "stop")
+        choices, usage = streamed(client, **body, stream_options={"include_usage": True})
+        assert usage["completion_tokens"] == len(choices[0]["ids"]) == len(choices[0]["lp"]) == count
+        assert not backend.alive

@@ -120,6 +120,15 @@ def test_forms_are_kept(running: tuple[str, Engine]) -> None:
         assert "regex" in refused.json()["error"]["message"]
 
 
+def test_a_form_that_cannot_be_had_is_the_clients_fault(running: tuple[str, Engine]) -> None:
+    seven = chat_tokenizer().encode("7")
+    with httpx.Client(base_url=running[0], timeout=60) as client:
+        body = {"prompt": "a", "regex": "7", "stop_token_ids": seven}  # what the form needs ends the answer
+        told = client.post("/v1/completions", json=body)
+        assert told.status_code == 400
+        assert "no id may follow" in told.json()["error"]["message"]
+
+
 def test_stop_string_never_shows(running: tuple[str, Engine]) -> None:
     with httpx.Client(base_url=running[0], timeout=60) as client:
         body = {"prompt": "the answer", "max_tokens": 60, "skip_special_tokens": False, "seed": 1, "ignore_eos": True}

@@ -26,7 +26,7 @@ class Counting:
     vocab_size, context = 1000, 100
     weight_version = "1"
     overlap = flying = False
-    resting = None
+    resting: str | None = None
 
     def __init__(self) -> None:
         self.running: dict[str, dict[int, list[int]]] = {}
@@ -307,7 +307,30 @@ def test_pause_that_aborts_and_one_that_waits() -> None:
         assert len(await held[0]) == 5
         refused = (await held[1])[-1].finish
         assert refused is not None
-        assert refused.type == "error"
+        assert (refused.type, refused.refused) == ("error", True)
+
+    run(test)
+
+
+def test_what_a_pause_holds_back_stays_while_the_engine_rests() -> None:
+    async def test(runner: Runner, engine: Counting) -> None:
+        engine.slow_s = 0.002
+        running = asyncio.create_task(collect(runner, request(max_new_tokens=10_000)))
+        await until(lambda: engine.running)
+        pausing = asyncio.create_task(runner.pause("wait"))
+        await asyncio.sleep(0.02)
+        held = asyncio.create_task(collect(runner, request()))
+        await until(lambda: runner._held)
+        engine.resting = "the memory of weights is released"
+        with pytest.raises(Unavailable, match="released"):
+            await runner.resume()
+        assert not held.done()
+        engine.resting = None
+        await runner.resume()
+        assert len(await held) == 5
+        pausing.cancel()
+        await runner.abort(None)
+        assert (await running)[-1].finish == Finish("abort")
 
     run(test)
 

@@ -33,6 +33,7 @@ FIELDS = {
     "ebnf": "ebnf",
     "tools": "tools",
 }
+FUEL = 200_000  # of the lexer's construction: half a second, in which no other request gets on
 LONGEST = 500_000  # characters of a constraint: the largest take a second to compile
 MOST_PARAMETERS = 64  # the parser marks which were given in a word of 64 bits
 
@@ -51,7 +52,7 @@ class GrammarCompiler:
             raise UserError("structured output needs llguidance", "pip install 'glm5[serve]'") from error
         self._library, self._tokenizer = llguidance, tokenizer
         self._vocabulary = llguidance.LLTokenizer(_Vocabulary(tokenizer))  # type: ignore[arg-type]
-        self._limits = llguidance.LLParserLimits(verbose_errors=False)
+        self._limits = llguidance.LLParserLimits(initial_lexer_fuel=FUEL, verbose_errors=False)
         self.compile = lru_cache(maxsize=128)(self._compile)
 
     def _compile(self, constraint: Constraint) -> Grammar:
@@ -68,7 +69,12 @@ class GrammarCompiler:
             matcher.compute_bitmask()  # what is too large shows here at the latest
         if matcher.is_error():
             raise UserError(f"{what}: {_first_line(matcher.get_error())}", "mend or simplify it")
-        return Grammar(matcher, self._tokenizer)
+        grammar = Grammar(matcher, self._tokenizer)
+        first = grammar.matcher()
+        ids = first.allowed().nonzero()[0]
+        if len(ids) and not first.advance(int(ids[0])):  # what the lexer gave up on shows only here
+            raise UserError(f"{what}: {first.error}", "mend or simplify it")
+        return grammar
 
     def _source(self, constraint: Constraint) -> str:
         make = self._library.LLMatcher

@@ -122,11 +122,13 @@ class Request:
 
 @dataclass(frozen=True)
 class Finish:
-    """Why an answer ended. `matched` is the stop id or string; `message` says what went wrong."""
+    """Why an answer ended. `matched` is the stop id or string; `message` says what went wrong; `refused`: the request
+    asked for what cannot be had, so the error is no fault of the engine."""
 
     type: FinishType
     matched: int | str | None = None
     message: str = ""
+    refused: bool = False
 
 
 @dataclass(frozen=True)

@@ -380,6 +380,8 @@ class Runner:
         self._paused = mode
 
     def _resume(self) -> None:
+        if self._held and self._engine.resting is not None:  # it would take none of them; they stay
+            raise Unavailable(self._engine.resting)
         if self._paused not in (None, "wait"):
             self._engine.resume()
         self._paused = None
@@ -388,7 +390,7 @@ class Runner:
             try:
                 self._engine.add(request)
             except UserError as error:
-                self._end([request.rid], Finish("error", message=str(error)))
+                self._end([request.rid], Finish("error", message=str(error), refused=True))
 
     def _end(self, rids: list[str], finish: Finish) -> None:
         """Finish the open answers of these requests."""

@@ -310,7 +310,8 @@ class Sampler:
         for row, draft in zip(list(rows), (*ahead, None), strict=True):
             if row.fault:
                 why = state.matcher.error if state.matcher is not None else ""
-                state.finish = Finish("error", message=f"{row.fault}: {why}" if why else row.fault)
+                refused = row.fault == NOTHING_LEFT and state.matcher is not None
+                state.finish = Finish("error", message=f"{row.fault}: {why}" if why else row.fault, refused=refused)
                 break
             ids.append(row.id)
             if row.info is not None:
@@ -337,7 +338,7 @@ class Sampler:
         state.phase = state.phase.after(id, self._marks)
         if constrained and state.matcher is not None:
             if not state.matcher.advance(id):
-                state.finish = Finish("error", message=f"constraint: {state.matcher.error}")
+                state.finish = Finish("error", message=f"constraint: {state.matcher.error}", refused=True)
                 return 0
             if state.matcher.finished:
                 state.finish = Finish("stop")

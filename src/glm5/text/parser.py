@@ -65,7 +65,7 @@ class Parser:
         new_id: gives the id of each call.
 
     After an answer `reasoning_tokens` is the count of ids that were thinking, its tags apart. Once `done`, more ids
-    change nothing, and whoever generates may stop.
+    change nothing, and whoever generates may stop; `taken` is how many ids came until then.
     """
 
     def __init__(
@@ -105,6 +105,7 @@ class Parser:
         self._parallel, self._new_id = parallel_tool_calls, new_id
 
         self.done = False
+        self.taken = 0
         self.reasoning_tokens = 0
         self._events: list[Event] = []
         self._held = ""  # blank text that is kept back
@@ -130,6 +131,7 @@ class Parser:
         for id in ids:
             if self.done:
                 break
+            self.taken += 1
             if id not in self._ends and id not in self._marks[self._state]:
                 run.append(id)
                 continue

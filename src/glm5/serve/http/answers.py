@@ -108,11 +108,18 @@ class Answer(Folded):
         if finish is None:
             return self._held.push(delta.ids)
         if finish.type == "error":
-            raise ApiError(500, f"the engine could not finish the answer: {finish.message}", code="engine_error")
+            status, code = (400, None) if finish.refused else (500, "engine_error")
+            raise ApiError(status, f"the engine could not finish the answer: {finish.message}", code=code)
         ids = list(delta.ids)
         if finish.type == "stop" and not self.request.params.no_stop_trim and ids and ids[-1] == finish.matched:
             del ids[-1]
         return self._held.finish(ids, delta.trim)
+
+    def cut(self, count: int) -> None:
+        """Keep the first so many ids: the answer ended there, though the engine went on."""
+        if count < len(self.ids):
+            del self.ids[count:], self.info[count:], self.versions[count:]
+            self.finish, self.trim = None, 0
 
     @property
     def accept_length(self) -> float:

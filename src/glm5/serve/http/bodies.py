@@ -196,6 +196,8 @@ def stops(given: str | list[str]) -> tuple[str, ...]:
             one.encode()
         except UnicodeEncodeError:
             raise ApiError(400, "stop: a lone surrogate. Send Unicode text", param="stop") from None
+        if "\N{REPLACEMENT CHARACTER}" in one:
+            raise ApiError(400, "stop: U+FFFD, which stands for bytes that are no text. Leave it out", param="stop")
     return found
 
 

@@ -113,6 +113,8 @@ class Reply:
     def take(self, delta: Delta) -> list[Event]:
         """What a delta adds."""
         new = self.parser.push(self.answer.take(delta))
+        if self.parser.done and not self.answer.request.params.ignore_eos:
+            self.answer.cut(self.parser.taken)  # what a block of drafts has beyond the turn is no part of it
         if (finish := delta.finish) is not None:
             # A stop string cuts the text where it is: what is open then was not ended by the model.
             cut = isinstance(finish.matched, str)
