@@ -1,0 +1,137 @@
+"""Sessions under agents that do anything to their history: what was recorded never changes, and counts once."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from dataclasses import replace
+from typing import Any
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from glm5.serve.gateway.session import Session, in_order_of_calls
+from glm5.serve.gateway.turn import Turn
+from glm5.serve.request import Request, SamplingParams
+from glm5.text.events import fold
+from glm5.text.messages import Message, Tool, ToolCall
+from support.scripted import Scripted, chat_tokenizer
+from support.serving import PING, call
+
+T = chat_tokenizer()
+PING_TOOL = Tool("ping", PING["function"]["parameters"], PING)
+PIECES = ["hm", "</think>", "the answer", " ", "\n", call("ping", n="3"), "<tool_call>ping<arg_key>n", "ß", "value"]
+ENDS = ["<|user|>", "<|observation|>", "<|endoftext|>", ""]
+
+
+async def ask(session: Session, backend: Scripted, messages: list[Message], clear: bool) -> Turn:
+    plan = session.plan(messages, (PING_TOOL,), clear_thinking=clear)
+    request = Request(plan.prompt(), SamplingParams(logprobs=0))
+    turn = session.begin(plan, request, name=None, digest=b"", grace_s=60.0)
+    turn.run(await backend.generate(request))
+    while not turn.over:
+        await asyncio.sleep(0)
+    return turn
+
+
+def edited(rng: random.Random, history: list[Message]) -> list[Message]:
+    """The history as an agent may send it: as it is, trimmed, without thinking, cut, changed."""
+    out = list(history)
+    for i, message in enumerate(out):
+        if message.role != "assistant":
+            continue
+        match rng.randrange(12):
+            case 0:
+                out[i] = replace(message, content=message.content + " x")
+            case 1:
+                out[i] = replace(message, tool_calls=())
+            case 2:
+                out[i] = replace(message, reasoning="other")
+            case 3 | 4 | 5:
+                out[i] = replace(message, reasoning=None)
+            case 6:
+                out[i] = replace(message, content=f" {message.content}\n")
+    if rng.randrange(8) == 0:
+        del out[: rng.randrange(len(out))]
+        out = out or [Message("user", "a summary")]
+    return out
+
+
+@given(st.integers(0, 2**32))
+@settings(max_examples=40, deadline=None)
+def test_agents_that_do_anything(seed: int) -> None:
+    rng = random.Random(seed)  # noqa: S311
+
+    def script(request: Request, index: int) -> list[int]:
+        text = "".join(rng.choices(PIECES, k=rng.randrange(1, 5)))
+        spelled = T.encode(text, allow_special=True) if rng.random() < 0.6 else [
+            id for c in text for id in T.encode(c)
+        ]  # fmt: skip
+        return [*spelled, *T.encode(rng.choice(ENDS), allow_special=True)]
+
+    async def go() -> None:
+        backend, session = Scripted(script=script, sizes=(1, 4)), Session("s", T)
+        histories: list[list[Message]] = [[Message("user", "hi")]]
+        recorded: dict[Turn, list[int]] = {}
+        for _ in range(8):
+            history = edited(rng, rng.choice(histories))
+            turn = await ask(session, backend, history, clear=rng.random() < 0.2)
+            assert turn.complete
+            prompt = list(backend.seen[-1].input_ids)
+            before = turn.parent.ids() if turn.parent is not None else []
+            assert prompt == [*before, *turn.given]
+            assert turn.ids() == [*prompt, *turn.drawn]
+            assert len(turn.drawn) == len(turn.reply.answer.info) == len(turn.reply.answer.versions)
+            recorded[turn] = turn.ids()
+            told = fold(turn.reply.events).message()
+            results = [Message("tool", f"r{i}") for i, _ in enumerate(told.tool_calls)]
+            histories.append([*history, told, *(results or [Message("user", rng.choice(["more", "other"]))])])
+        assert all(turn.ids() == ids for turn, ids in recorded.items()), "nothing that was recorded changes"
+        made = session.export()
+        marked = [id for t in made["trajectories"] for id, mine in zip(t["ids"], t["drawn"], strict=True) if mine]
+        assert len(marked) == sum(len(turn.drawn) for turn in session.turns), "each drawn id counts once"
+        for trajectory in made["trajectories"]:
+            last = session.turns[trajectory["turns"][-1]]
+            assert trajectory["ids"] == recorded[last]
+            lengths = {len(trajectory[name]) for name in ("ids", "drawn", "logprobs", "versions")}
+            assert len(lengths) == 1
+            figures = zip(trajectory["ids"], trajectory["logprobs"], trajectory["versions"], strict=True)
+            assert all(p == -id / 1000 for id, p, version in figures if version)
+
+    asyncio.run(go())
+
+
+@given(st.integers(0, 2**32))
+@settings(max_examples=25, deadline=None)
+def test_faithful_agents_have_one_trajectory(seed: int) -> None:
+    """Whoever sends back what it was told, trimmed or without thinking, goes on from exact ids to the end."""
+    rng = random.Random(seed)  # noqa: S311
+
+    def script(request: Request, index: int) -> list[int]:
+        text = "".join(rng.choices(PIECES[:-1], k=3))
+        return [*(id for c in text for id in T.encode(c)), *T.encode(rng.choice(ENDS), allow_special=True)]
+
+    async def go() -> None:
+        backend, session = Scripted(script=script), Session("s", T)
+        history = [Message("system", "be brief"), Message("user", "hi")]
+        for number in range(6):
+            turn = await ask(session, backend, history, clear=False)
+            assert turn.origin == ("start" if number == 0 else "continued")
+            told: Any = fold(turn.reply.events).message()
+            if rng.random() < 0.5:
+                told = replace(told, reasoning=None, content=told.content.strip())
+            history = [*history, told, Message("user", f"q{number}")]
+        (trajectory,) = session.export()["trajectories"]
+        assert trajectory["turns"] == list(range(6))
+
+    asyncio.run(go())
+
+
+def test_results_without_ids_or_of_other_calls_stay_where_they_are() -> None:
+    calls = Message("assistant", tool_calls=(ToolCall("a", {}, "1"), ToolCall("b", {}, "2")))
+    two, one = Message("tool", "second", tool_call_id="2"), Message("tool", "first", tool_call_id="1")
+    other = Message("tool", "x", tool_call_id="9")
+    assert in_order_of_calls([calls, two, one]) == [calls, one, two]
+    assert in_order_of_calls([calls, two]) == [calls, two]
+    assert in_order_of_calls([calls, other, two, one]) == [calls, other, two, one]
+    assert in_order_of_calls([two, calls, two, Message("user"), one]) == [two, calls, two, Message("user"), one]
