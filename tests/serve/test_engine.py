@@ -477,7 +477,7 @@ def test_what_happens_while_a_step_runs(drafts: int, prompts: list[list[int]], e
     are replaced. Nobody's ids change, and the deltas of the step are told once."""
     model, held, free = agreeable(0).eval(), threading.Event(), threading.Event()
     engine = Engine(model, replace(SMALL, drafts=drafts, overlap=True))
-    work = engine._work
+    work = engine.executor.run
 
     def gated(*given: Any) -> Any:
         held.set()
@@ -495,7 +495,7 @@ def test_what_happens_while_a_step_runs(drafts: int, prompts: list[list[int]], e
     engine.add(gone)
     for _ in range(3):
         take(engine.advance(lambda: None))
-    engine._work = gated  # type: ignore[method-assign]
+    engine.executor.run = gated  # type: ignore[method-assign]
     free.clear()
     take(engine.advance(lambda: None))
     assert held.wait(20)
@@ -531,7 +531,7 @@ def test_an_error_of_the_model_reaches_whoever_advances(model: GLM5) -> None:
     def fail(*given: Any) -> Any:
         raise RuntimeError("out of memory")
 
-    engine._work = fail  # type: ignore[method-assign]
+    engine.executor.run = fail  # type: ignore[method-assign]
     engine.add(Request([5], GREEDY))
     engine.advance(lambda: None)
     with pytest.raises(RuntimeError, match="out of memory"):

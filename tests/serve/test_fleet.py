@@ -357,7 +357,7 @@ class Slow:
 
     def __init__(self, worker: Worker, after: int) -> None:
         self.reached, self.open = threading.Event(), threading.Event()
-        step, left = worker.engine._work, [after]
+        step, left = worker.engine.executor.run, [after]
 
         def gated(*plan: Any) -> Any:
             left[0] -= 1
@@ -366,7 +366,7 @@ class Slow:
                 self.open.wait(20)
             return step(*plan)
 
-        worker.engine._work = gated  # type: ignore[method-assign]
+        worker.engine.executor.run = gated  # type: ignore[method-assign]
 
     async def wait(self) -> None:
         await asyncio.to_thread(self.reached.wait, 20)

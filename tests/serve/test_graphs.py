@@ -29,7 +29,7 @@ LENGTHS = (1, 20, 40, 63, 64, 65, 150)
 
 @pytest.fixture
 def recorded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("glm5.serve.engine.recorder_for", lambda device: lambda run: run)
+    monkeypatch.setattr("glm5.serve.executor.recorder_for", lambda device: lambda run: run)
 
 
 def _prompts() -> list[list[int]]:

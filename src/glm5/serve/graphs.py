@@ -7,7 +7,7 @@ nobody's, `spare`, and see only themselves; being equal, they also go to the sam
 
 Where nothing can be recorded, as on a CPU, `Graphs` can run the same buffers through the plain call: that is what its
 tests do. Steps of other shapes (chunks of prompts, more rows than are recorded) are not its business: it returns None,
-and the engine makes its plain call. Read next: `glm5.model.paged`, `engine`.
+and the executor makes its plain call. Read next: `glm5.model.paged`, `executor`.
 """
 
 from __future__ import annotations

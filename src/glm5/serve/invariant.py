@@ -13,7 +13,7 @@ cached prefixes, preemption or drafts. On a CPU in fp32 that holds by the order 
 `logprobs` is the trainer's side: the same bits for a sequence that is known. It has no gradient: the C++ operators have
 none, so a loss computed with gradients agrees within rounding only. On a GPU the same design needs products whose
 reduction is never split and whose tile does not follow the number of rows, which cuBLAS does not promise; it is
-refused there. Read next: `engine`, `glm5.model.paged`.
+refused there. Read next: `executor`, `glm5.model.paged`.
 """
 
 from __future__ import annotations

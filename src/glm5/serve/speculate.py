@@ -7,7 +7,7 @@
 Entries that were made from the block's own output are made again from the trunk's, in the call that gives the next
 draft 1. Entries of a prompt are made with its chunk, before its pages can be shared. What is wrong or missing in an
 entry can only make a draft worse, never a result. Source: report section 2.1 (parameter-shared MTP). Read next:
-`glm5.model.paged` for why slot i reads hidden state i - 1; `engine`.
+`glm5.model.paged` for why slot i reads hidden state i - 1; `executor`.
 """
 
 from __future__ import annotations

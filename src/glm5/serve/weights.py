@@ -6,6 +6,7 @@ of their names, as slime and others do. Read next: `glm5.model.weights.assign_te
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Iterable, Iterator
 from datetime import timedelta
 from pathlib import Path
@@ -67,6 +68,13 @@ class WeightSource:
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
         """Every tensor by its public name."""
         return disk_tensors(self.model)
+
+    def checksum(self) -> dict[str, str]:
+        """SHA-256 of every tensor by its public name."""
+        return {
+            name: hashlib.sha256(tensor.detach().cpu().contiguous().view(torch.uint8).numpy().tobytes()).hexdigest()
+            for name, tensor in self.tensors()
+        }
 
     def release(self) -> None:
         """Give the memory of all weights back; what they were is lost."""
