@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from glm5.serve.gateway.session import Session, in_order_of_calls
 from glm5.serve.gateway.turn import Turn
 from glm5.serve.request import Request, SamplingParams
+from glm5.text.chat import render
 from glm5.text.events import fold
 from glm5.text.messages import Message, Tool, ToolCall
 from support.scripted import Scripted, chat_tokenizer
@@ -108,19 +109,34 @@ def test_faithful_agents_have_one_trajectory(seed: int) -> None:
     rng = random.Random(seed)  # noqa: S311
 
     def script(request: Request, index: int) -> list[int]:
-        text = "".join(rng.choices(PIECES[:-1], k=3))
-        return [*(id for c in text for id in T.encode(c)), *T.encode(rng.choice(ENDS), allow_special=True)]
+        thought, text = rng.choice(["hm", "so ", ""]), rng.choice(["the answer", " value \n", "naïve"])
+        ids = [id for part in (thought, "</think>", text) for id in pieces(part)]
+        called = rng.choice(["", call("ping", n="3"), "<tool_call>ping<arg_key>n"])
+        return [*ids, *T.encode(called + rng.choice(ENDS), allow_special=True)]
+
+    def pieces(text: str) -> list[int]:
+        if text in T.special:
+            return T.encode(text, allow_special=True)
+        return [id for c in text for id in T.encode(c)]
+
+    def sent_back(message: Message) -> Message:
+        """One message in any of the forms that are no edits; another one each time."""
+        if message.role != "assistant" or rng.random() < 0.5:
+            return message
+        return replace(message, reasoning=None, content=message.content.strip() + "\n")
 
     async def go() -> None:
         backend, session = Scripted(script=script), Session("s", T)
         history = [Message("system", "be brief"), Message("user", "hi")]
+        exact = list(history)
         for number in range(6):
-            turn = await ask(session, backend, history, clear=False)
+            turn = await ask(session, backend, [sent_back(message) for message in history], clear=False)
             assert turn.origin == ("start" if number == 0 else "continued")
+            whole = render(T, exact, (PING_TOOL,), clear_thinking=False, add_generation_prompt=True).ids
+            assert list(backend.seen[-1].input_ids) == list(whole), "as a whole rendering with the sampled ids has it"
             told: Any = fold(turn.reply.events).message()
-            if rng.random() < 0.5:
-                told = replace(told, reasoning=None, content=told.content.strip())
             history = [*history, told, Message("user", f"q{number}")]
+            exact = [*exact, replace(told, ids=(turn.given[-1], *turn.drawn)), history[-1]]
         (trajectory,) = session.export()["trajectories"]
         assert trajectory["turns"] == list(range(6))
 
