@@ -107,6 +107,15 @@ def test_a_tokens_advantage_is_its_own_teachers(tmp_path: Path) -> None:
     assert not rows.advantages_BT[~rows.mask_BT].any()
 
 
+def test_a_policy_that_is_its_own_teacher_does_not_move(tmp_path: Path) -> None:
+    given = config(tmp_path)
+    own = tuple(f"{domain}={given.checkpoint}" for domain in "ab")
+    found = distill(replace(given, teachers=own, learn=replace(given.learn, steps=2)), lambda _: None)
+    assert [r["stepped"] for r in read_metrics(found.run)] == [0, 0]
+    before, after = load_model(given.checkpoint).state_dict(), load_model(found.model).state_dict()
+    assert all(torch.equal(before[name], after[name]) for name in before)
+
+
 def test_teachers_that_cannot_teach_are_refused(tmp_path: Path) -> None:
     given = config(tmp_path)
     with pytest.raises(ConfigError, match="must name a teacher for every domain"):

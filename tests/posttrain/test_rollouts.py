@@ -214,3 +214,17 @@ def test_prompts_without_room_for_an_answer_are_named() -> None:
 def test_settings_out_of_range_are_refused(field: str, value: Any) -> None:
     with pytest.raises(ConfigError, match=field):
         RolloutConfig(**{field: value})
+
+
+class AlwaysRight:
+    """A pool whose verdict is known."""
+
+    def check_all(self, tasks: list[Any]) -> list[Verdict]:
+        return [judged(True) for _ in tasks]
+
+
+def test_answers_near_the_limit_lose_reward() -> None:
+    found = rollouts(model(), AlwaysRight(), max_new_tokens=10, overlong_margin=4)  # type: ignore[arg-type]
+    made = Group(0, prompts(1)[0], [1], [Sample(ids=[5] * n) for n in (6, 7, 9, 10)])
+    found.judge([made])
+    assert made.rewards == [1.0, 0.75, 0.25, 0.0]

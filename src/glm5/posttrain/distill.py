@@ -33,6 +33,10 @@ from glm5.utils.devices import resolve_device
 from glm5.utils.errors import ConfigError
 from glm5.utils.files import exclusive, require_writable, sha256_file, write_json
 
+# Log-probabilities of equal weights differ by less, where rows are cut otherwise. Left in, such advantages would move
+# the weights as much as any: Muon's updates have one size, whatever the gradient's.
+ROUNDING = 1e-5
+
 
 @dataclass(frozen=True)
 class DistillConfig:
@@ -114,7 +118,8 @@ class Distiller(Learner):
             mine = replace(rows, mask_BT=mask_BT).take(held.tolist())
             teacher_BT = torch.zeros_like(own_BT)
             teacher_BT[held] = score(self.teachers[domain], mine, micro_batch=micro)
-            found_BT = torch.where(mask_BT, distillation_advantages(teacher_BT, own_BT), 0.0)
+            found_BT = distillation_advantages(teacher_BT, own_BT)
+            found_BT = torch.where(mask_BT & (found_BT.abs() > ROUNDING), found_BT, 0.0)
             advantages_BT += found_BT
             total, tokens = self.divergence.get(domain, [0.0, 0.0])
             self.divergence[domain] = [total - float(found_BT.sum()), tokens + int(mask_BT.sum())]
