@@ -750,6 +750,16 @@ def test_pauses(model: GLM5, prompts: list[list[int]], tmp_path: Path) -> None:
                 assert [a.ids for a in await running] == want
                 assert (await more)[0].ids == want[-1]
             running = asyncio.ensure_future(c.all([Request(ids, GREEDY) for ids in prompts]))
+            while not any(one.told for one in c.fleet._alive.values()):
+                await asyncio.sleep(0.001)
+            pausing = asyncio.ensure_future(c.fleet.pause("wait"))
+            await asyncio.sleep(0)
+            await c.fleet.resume()  # called off
+            await asyncio.wait_for(pausing, 30)
+            assert not c.fleet.paused
+            assert [a.ids for a in await running] == want
+            assert (await asyncio.wait_for(c.answer(Request(prompts[-1], GREEDY)), 30))[0].ids == want[-1]
+            running = asyncio.ensure_future(c.all([Request(ids, GREEDY) for ids in prompts]))
             await asyncio.sleep(0.05)
             await c.fleet.pause("abort")
             assert {a.finish.type for a in await running if a.finish} <= {"abort", "length"}

@@ -194,6 +194,8 @@ def test_weights_from_disk_tensor_and_group() -> None:
         "success"
     ]
     assert backend.calls[-1] == WeightGroup("127.0.0.1", 29500, 1, 2, "g", "gloo")
+    for rank in (0, 2):  # the sender's, and one that the group does not have
+        assert client.post("/init_weights_update_group", json={**group, "rank_offset": rank}).status_code == 400
     body = {
         "names": ["model.norm.weight", "model.layers.78.eh_proj.weight"],
         "dtypes": ["bfloat16", "bfloat16"],

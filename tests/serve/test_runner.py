@@ -312,6 +312,23 @@ def test_pause_that_aborts_and_one_that_waits() -> None:
     run(test)
 
 
+def test_a_pause_that_waits_can_be_called_off() -> None:
+    async def test(runner: Runner, engine: Counting) -> None:
+        engine.slow_s = 0.002
+        running = asyncio.create_task(collect(runner, request(max_new_tokens=10_000)))
+        await until(lambda: engine.running)
+        pausing = asyncio.create_task(runner.pause("wait"))
+        await until(lambda: runner.paused)
+        await runner.resume()
+        await asyncio.wait_for(pausing, 10)
+        await runner.abort(None)
+        assert (await running)[-1].finish == Finish("abort")
+        assert len(await collect(runner, request())) == 5
+        assert not runner.paused
+
+    run(test)
+
+
 def test_what_a_pause_holds_back_stays_while_the_engine_rests() -> None:
     async def test(runner: Runner, engine: Counting) -> None:
         engine.slow_s = 0.002

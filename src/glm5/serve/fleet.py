@@ -262,8 +262,10 @@ class Fleet:
             await self.abort(None)
         if mode == "wait":
             self._may_begin.clear()
-            while any(one.entered for one in self._alive.values()):
+            while self._paused == "wait" and any(one.entered for one in self._alive.values()):
                 await asyncio.sleep(0.01)
+            if self._paused != "wait":  # resumed, or paused otherwise, meanwhile
+                return
         await self._all("pause", "retract" if mode == "retract" else "keep")
 
     async def resume(self) -> None:

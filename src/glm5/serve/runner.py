@@ -193,10 +193,11 @@ class Runner:
     async def pause(self, mode: PauseMode) -> None:
         if mode == "wait":
             await self.call(lambda: self._pause("wait"))
-            while self._running_count():
+            while self._running_count() and self._paused == "wait":
                 await asyncio.sleep(0.01)
-            mode = "keep"
-        await self.call(lambda: self._pause(mode))
+            await self.call(self._all_ended)
+        else:
+            await self.call(lambda: self._pause(mode))
 
     async def resume(self) -> None:
         await self.call(self._resume)
@@ -378,6 +379,11 @@ class Runner:
             self._engine.pause(mode)
             self._tell(self._engine.settle())
         self._paused = mode
+
+    def _all_ended(self) -> None:
+        """What a `wait` pause waited for has ended; unless it was resumed, or paused otherwise, meanwhile."""
+        if self._paused == "wait":
+            self._pause("keep")
 
     def _resume(self) -> None:
         if self._held and self._engine.resting is not None:  # it would take none of them; they stay

@@ -222,6 +222,9 @@ def routes(server: Server) -> APIRouter:
     @router.post("/init_weights_update_group")
     async def init_weights_update_group(body: GroupBody) -> Response:
         """Join the process group over which weights will come."""
+        if not 0 < body.rank_offset < body.world_size:  # else it would wait for others in vain, and all with it
+            message = f"rank_offset={body.rank_offset} must lie in [1, {body.world_size}): rank 0 is the sender's"
+            raise ApiError(400, message, param="rank_offset")
         group = WeightGroup(
             body.master_address,
             body.master_port,
