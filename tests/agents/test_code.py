@@ -73,7 +73,7 @@ def test_without_isolation_there_is_no_verdict(monkeypatch: pytest.MonkeyPatch) 
     ],
 )
 def test_inputs_and_outputs(program: str, passed: int) -> None:
-    found = judge(program, ECHO, QUICK)
+    found = judge(program, ECHO, QUICK if "while True" in program else code.LIMITS)
     assert (found.verdict, found.passed, found.total) == ("correct" if passed == 2 else "wrong", passed, 2), (
         found.detail
     )
@@ -97,7 +97,7 @@ def test_inputs_and_outputs(program: str, passed: int) -> None:
     ],
 )
 def test_asserts(program: str, verdict: str) -> None:
-    found = judge(program, ADD, QUICK)
+    found = judge(program, ADD)
     assert found.verdict == verdict, found.detail
 
 
