@@ -76,7 +76,7 @@ BODIES: dict[str, dict[str, Any]] = {
     "/update_weights_from_disk": {"model_path": "x", "weight_version": "1"},
     "/update_weights_from_tensor": {"serialized_named_tensors": ["AA=="], "flush_cache": True},
     "/update_weights_from_distributed": {"names": ["a"], "dtypes": ["bfloat16"], "shapes": [[1]]},
-    "/init_weights_update_group": {"master_address": "x", "master_port": 1, "rank_offset": 0, "world_size": 1},
+    "/init_weights_update_group": {"master_address": "x", "master_port": 1, "rank_offset": 1, "world_size": 2},
     "/release_memory_occupation": {"tags": ["weights"]},
     "/weights_checker": {"action": "checksum"},
 }
