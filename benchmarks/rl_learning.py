@@ -1,9 +1,9 @@
 """Does it learn? Fine-tuning, two stages of reinforcement learning, and distillation that brings back what was lost.
 
-    python benchmarks/rl_learning.py [--seeds 0,1,2] [--sft-steps 120] [--rl-steps 60] [--distill-steps 60]
+    python benchmarks/rl_learning.py [--seeds 0,1,2] [--sft-steps 25] [--rl-steps 50] [--distill-steps 40]
                                      [--out DIR] [--json FILE]
 
-A model of `nano`'s parts (--hidden, --layers, --experts make it smaller) is fine-tuned, briefly, on two kinds of tasks,
+A model of `nano`'s parts (--hidden, --layers and --experts set its size) is fine-tuned, briefly, on two kinds of tasks,
 "big 4 1 7" (the largest of three digits) and "small 4 1 7" (the smallest), so that it knows the form and solves some.
 Stage 1 learns the first kind by `glm5 rl reason`, stage 2 goes on from there with the second alone, and `glm5 distill`
 begins with stage 2's model and has stage 1's as the teacher of the first kind, its own of the second. Success is that
@@ -101,7 +101,7 @@ def one_seed(seed: int, directory: Path, args: argparse.Namespace) -> dict[str, 
             checkpoint=str(begin),
             run=str(directory / name),
             prompts=prompts(*domains),
-            rollout=RolloutConfig(prompts=8, group=8, max_new_tokens=4, thinking=False, rounds=3, memory_gib=0.1),
+            rollout=RolloutConfig(prompts=8, group=8, max_new_tokens=4, thinking=False, rounds=2, memory_gib=0.1),
             learn=learn(args.rl_steps),
             device="cpu",
             eval_every=0,
@@ -143,15 +143,15 @@ def one_seed(seed: int, directory: Path, args: argparse.Namespace) -> dict[str, 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seeds", default="0,1,2")
-    parser.add_argument("--sft-steps", type=int, default=120)
-    parser.add_argument("--sft-lr", type=float, default=2e-3)
-    parser.add_argument("--rl-steps", type=int, default=60)
-    parser.add_argument("--distill-steps", type=int, default=60)
-    parser.add_argument("--lr", type=float, default=2e-4)
+    parser.add_argument("--sft-steps", type=int, default=25)
+    parser.add_argument("--sft-lr", type=float, default=3e-3)
+    parser.add_argument("--rl-steps", type=int, default=50)
+    parser.add_argument("--distill-steps", type=int, default=40)
+    parser.add_argument("--lr", type=float, default=5e-4)
     parser.add_argument("--vocab", type=int, default=320)
-    parser.add_argument("--hidden", type=int, default=256)
-    parser.add_argument("--layers", type=int, default=4)
-    parser.add_argument("--experts", type=int, default=16)
+    parser.add_argument("--hidden", type=int, default=128)
+    parser.add_argument("--layers", type=int, default=2)
+    parser.add_argument("--experts", type=int, default=4)
     parser.add_argument("--out", help="keep the runs here")
     parser.add_argument("--json", help="write the figures here")
     args = parser.parse_args()
