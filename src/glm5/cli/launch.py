@@ -4,16 +4,23 @@ from __future__ import annotations
 
 import logging
 import os
-import signal
 import sys
 from collections.abc import Sequence
 
 
-def start(command: str, processes: int, argv: Sequence[str], *, on_gpus: bool) -> int:
-    """Run `glm5 COMMAND argv` in so many processes; returns the worst exit status, and 0 after Ctrl-C.
+def first() -> bool:
+    """Whether this process is alone or the first of several: what it says is true of all."""
+    return int(os.environ.get("RANK", "0")) == 0
 
-    Ctrl-C and SIGTERM are passed on, and the processes have half a minute to end. When one of them dies the others are
-    ended.
+
+def start(command: str, processes: int, argv: Sequence[str], *, on_gpus: bool, restarts: int = 0) -> int:
+    """Run `glm5 COMMAND argv` in so many processes of this host; returns the worst exit status.
+
+    Ctrl-C and SIGTERM are passed on, the processes have half a minute to end, and the status is 128 and the signal's
+    number. When one of them dies the others are ended, and up to `restarts` times all are started again.
+
+    For several hosts start `torchrun ... --no-python -- glm5 pretrain ...` on each; without the `--` torchrun takes
+    --run for its own.
 
     Raises:
         ConfigError: there are fewer GPUs.
@@ -35,7 +42,7 @@ def start(command: str, processes: int, argv: Sequence[str], *, on_gpus: bool) -
         rdzv_backend="c10d",
         rdzv_endpoint="localhost:0",
         run_id=f"glm5-{os.getpid()}",
-        max_restarts=0,
+        max_restarts=restarts,
         monitor_interval=0.5,
     )
     try:
@@ -47,5 +54,5 @@ def start(command: str, processes: int, argv: Sequence[str], *, on_gpus: bool) -
             print(f"error: {cause}, and so all have ended", file=sys.stderr)
         return max((f.exitcode if f.exitcode > 0 else 1) for f in e.failures.values())
     except SignalException as e:
-        return 0 if e.sigval == signal.SIGINT else 128 + int(e.sigval)
+        return 128 + int(e.sigval)
     return 0

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import logging
-import os
-import sys
 import textwrap
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
+from glm5.cli.launch import first, start
 from glm5.utils.config_io import parse, to_dict
 from glm5.utils.errors import UserError
 
@@ -24,7 +22,7 @@ the shape from a config.json. --model.FIELD and --train.FIELD change one field o
 
 def main(argv: Sequence[str]) -> int:
     """Parse `argv` (without the command's name) and run. Returns 0, or what a process of several returned."""
-    speaks = int(os.environ.get("RANK", "0")) == 0  # of several processes the first: what it says is true of all
+    speaks = first()
     try:
         return _main(argv, print if speaks else lambda _: None)
     except UserError:
@@ -47,7 +45,7 @@ def _main(argv: Sequence[str], say: Callable[[str], None]) -> int:
     config, _ = resolve(parse(PretrainConfig, given, default=default, prog="glm5 pretrain", description=DESCRIPTION))
     processes = Mesh.parse(config.mesh).size
     if processes > 1 and not launched() and not config.dry_run:
-        return start(processes, argv, restarts=config.restarts, on_gpus=config.device != "cpu")
+        return start("pretrain", processes, argv, restarts=config.restarts, on_gpus=config.device != "cpu")
     for line in describe(to_dict(config)):
         say(line)
     if config.dry_run:
@@ -61,44 +59,6 @@ def _main(argv: Sequence[str], say: Callable[[str], None]) -> int:
     say(f"run       {found.run}  (metrics.jsonl, config.json, result.json; `glm5 watch {found.run}` draws it)")
     say(f"next      glm5 chat {found.model}")
     say(f"          glm5 sparsify {found.model} --corpus {config.corpus} --run {found.run}-sparse")
-    return 0
-
-
-def start(processes: int, argv: Sequence[str], *, restarts: int, on_gpus: bool) -> int:
-    """Run the command in so many processes of this host, by torchrun's own launcher. Returns the worst exit status.
-
-    For several hosts start `torchrun ... --no-python -- glm5 pretrain ...` on each; without the `--` torchrun takes
-    --run for its own.
-
-    Raises:
-        ConfigError: there are fewer GPUs.
-    """
-    from torch.distributed.elastic.multiprocessing.api import SignalException
-    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
-    from torch.distributed.launcher import LaunchConfig, elastic_launch
-
-    from glm5.parallel.mesh import check_gpus
-
-    if on_gpus:
-        check_gpus(processes)
-    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // processes)))
-    logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)  # the first process has said it already
-    launch = LaunchConfig(
-        min_nodes=1,
-        max_nodes=1,
-        nproc_per_node=processes,
-        rdzv_backend="c10d",
-        rdzv_endpoint="localhost:0",
-        run_id=f"glm5-{os.getpid()}",
-        max_restarts=restarts,
-        monitor_interval=1.0,
-    )
-    try:  # Ctrl-C and SIGTERM are passed on: the processes finish their step and save
-        elastic_launch(launch, sys.executable)("-m", "glm5.cli.main", "pretrain", *argv)
-    except ChildFailedError as e:
-        return max((f.exitcode if f.exitcode > 0 else 1) for f in e.failures.values())
-    except SignalException as e:
-        return 128 + int(e.sigval)
     return 0
 
 

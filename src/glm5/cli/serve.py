@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import secrets
+import signal
 import socket
 import sys
 from collections.abc import Sequence
@@ -104,7 +105,7 @@ def main(argv: Sequence[str]) -> int:
 
 def _spread(options: Any, http: HttpOptions, name: str, argv: Sequence[str]) -> int:
     """Be one of several ranks, or the process that starts them."""
-    from glm5.cli.launch import start
+    from glm5.cli.launch import first, start
     from glm5.parallel.mesh import Mesh, launched
     from glm5.serve.config import EngineConfig
     from glm5.serve.rank_server import RankOptions, check_options, run
@@ -121,10 +122,11 @@ def _spread(options: Any, http: HttpOptions, name: str, argv: Sequence[str]) -> 
         )
         check_options(made)
         if made.mesh.size > 1 and not launched():
-            return start("serve", made.mesh.size, argv, on_gpus=resolve_device(options.device) != "cpu")
+            status = start("serve", made.mesh.size, argv, on_gpus=resolve_device(options.device) != "cpu")
+            return 0 if status == 128 + signal.SIGINT else status  # Ctrl-C is how a server ends
         return run(made, http)
     except UserError:
-        if int(os.environ.get("RANK", "0")) == 0:  # of several processes the first speaks for all
+        if first():
             raise
         return 2
 
