@@ -24,7 +24,7 @@ from typing import Any
 import torch
 from saving_victim import kill_me_at
 
-from glm5.data.loader import Batch, Loader, TokenDataset
+from glm5.data.loader import Batch, TokenDataset
 from glm5.train.loop import Trainer
 from glm5.train.schedule import BatchWarmup
 from glm5.utils.runlog import read_metrics
@@ -40,16 +40,16 @@ Kill = tuple[str, int] | None
 
 def kill_me_at_batch(n: int) -> None:
     """SIGKILL this process when it asks for its n-th micro-batch."""
-    load, left = Loader.batch, n
+    load, left = TokenDataset.batch, n
 
-    def counted(self: Loader, index: int, count: int) -> Batch:
+    def counted(self: TokenDataset, *args: Any) -> Batch:
         nonlocal left
         left -= 1
         if left == 0:
             os.kill(os.getpid(), signal.SIGKILL)
-        return load(self, index, count)
+        return load(self, *args)
 
-    Loader.batch = counted  # type: ignore[method-assign]
+    TokenDataset.batch = counted  # type: ignore[method-assign]
 
 
 def train(directory: Path, data: TokenDataset, stage: Any, precision: Any, kill: Kill) -> None:
