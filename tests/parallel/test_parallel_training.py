@@ -69,7 +69,7 @@ def expected(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def router_biases(of: Trainer) -> dict[str, Tensor]:
-    return {name: t.clone() for name, t in of._state().items() if name.endswith("e_score_correction_bias")}
+    return {name: t.clone() for name, t in of.state.weights().items() if name.endswith("e_score_correction_bias")}
 
 
 def _compare(world: World, directory: str) -> tuple[list[str], set[str]]:

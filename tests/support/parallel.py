@@ -65,7 +65,7 @@ def gradients(of: Trainer) -> tuple[dict[str, Tensor], dict[str, Any]]:
 
 def weights(of: Trainer) -> dict[str, Tensor]:
     """Everything that the model, or its stages here, hold; whole."""
-    return {name: whole(t.detach()).clone() for name, t in of._state().items()}
+    return {name: whole(t.detach()).clone() for name, t in of.state.weights().items()}
 
 
 def optimizer_state(of: Trainer) -> dict[str, Tensor]:

@@ -3,7 +3,7 @@
 A step is: rows from the loader; per micro-batch a forward pass, its summed losses divided by the whole step's counts,
 and a backward pass; then clip, update, router bias. Everything that a step depends on is in the checkpoint (weights,
 optimizer, number of samples, random state), so a run that was killed ends in the same bytes as one that was not.
-Sources: report sections 2.1 to 2.3. Read next: `rows`, `optim`, `losses`, `checkpoint`.
+Sources: report sections 2.1 to 2.3. Read next: `rows`, `optim`, `losses`, `state`.
 """
 
 from __future__ import annotations
@@ -32,12 +32,13 @@ from glm5.train.estimate import count_parameters
 from glm5.train.losses import router_bias_update
 from glm5.train.objective import Objective
 from glm5.train.optim import MuonSplit, clip_grad_norm, first_nonfinite, parameter_roles
-from glm5.train.random_state import capture_random_state, restore_random_state, seed_random_state
+from glm5.train.random_state import seed_random_state
 from glm5.train.ranks import PipelineOptions, Ranks, SilentLog, check_batch
 from glm5.train.rows import Rows, check_stage
+from glm5.train.state import TrainState
 from glm5.train.stopping import stop_requests
 from glm5.train.totals import Counts, IndexerFigures, Totals
-from glm5.utils.errors import CheckpointError, NumericalError, UserError
+from glm5.utils.errors import NumericalError, UserError
 from glm5.utils.progress import Progress
 from glm5.utils.runlog import RunLog, keep_config
 
@@ -98,7 +99,7 @@ class Trainer:
         )
         # Weights that were given in fp32 lose no digit where the model runs in bf16: not those that train (their master
         # copies), nor those that rest.
-        self.resting: dict[str, Tensor] = {}
+        resting: dict[str, Tensor] = {}
         for role in roles:
             p, exact = role.parameter, given[role.name]
             if p.dtype != exact.dtype == torch.float32:
@@ -106,10 +107,11 @@ class Trainer:
                     master = exact if self.holdings is None else self.holdings.laid_out(exact, p)
                     self.optimizer.state[p]["master"] = master
                 else:  # whole on the main rank, which exports them; a mark on the others
-                    self.resting[role.name] = exact.cpu() if self.ranks.main else exact.new_empty(0)
+                    resting[role.name] = exact.cpu() if self.ranks.main else exact.new_empty(0)
+        self.state = TrainState(self.model, self.pipeline, self.ranks, self.optimizer, resting)
         self.cost = training_cost(model.config, config.sparse)
         self.routers = [m for m in self._parts.modules() if isinstance(m, Router)]
-        self.store = self.ranks.store(self.directory / "checkpoints", config.keep, self._places)
+        self.store = self.ranks.store(self.directory / "checkpoints", config.keep, self.state.places)
         self.finished_steps = 0
         self.samples = 0
         self.tokens = 0
@@ -290,15 +292,8 @@ class Trainer:
     # ------------------------------------------------------------------ state
     def save(self, store: CheckpointStore | None = None) -> Path:
         """Write a checkpoint of everything that the next step depends on."""
-        random_tensors, random_state = capture_random_state()
-        if not self.ranks.alone:  # each rank has its own device, and draws nothing from it
-            random_tensors = {name: t for name, t in random_tensors.items() if not name.startswith("torch.cuda")}
-        tensors = {
-            "model": self._state(),
-            "optimizer": self.optimizer.named_state(),
-            "random": random_tensors,
-        }
-        state = {"samples": self.samples, "tokens": self.tokens, "random": random_state}
+        tensors, state = self.state.capture()
+        state |= {"samples": self.samples, "tokens": self.tokens}
         return (store or self.store).save(self.finished_steps, tensors, state)
 
     def resume(self) -> list[str]:
@@ -307,68 +302,13 @@ class Trainer:
         if found is None:
             seed_random_state(self.config.seed)
             return []
-        try:
-            if self.pipeline is None:
-                self.model.load_state_dict(found.tensors["model"])
-            else:
-                from glm5.train.piped import load_state
-
-                load_state(self.pipeline, found.tensors["model"])
-        except (RuntimeError, CheckpointError) as e:
-            what = f"{found.path} holds another model: {' '.join(str(e).split())[:300]}"
-            mend = "Resume with the model it was saved with, or choose another directory"
-            raise CheckpointError(what, mend) from None
-        self.optimizer.load_named_state(found.tensors.get("optimizer", {}))  # before the first step it has no state
-        random_tensors = found.tensors["random"]
-        if not self.ranks.alone:
-            torch.manual_seed(self.config.seed)
-            random_tensors = {name: t for name, t in random_tensors.items() if not name.startswith("torch.cuda")}
-        restore_random_state(random_tensors, found.state["random"])
+        self.state.restore(found, self.config.seed)
         self.finished_steps, self.samples, self.tokens = found.step, found.state["samples"], found.state["tokens"]
         return list(found.warnings)
 
-    def _state(self) -> dict[str, Tensor]:
-        """What this process holds of the model, by name."""
-        if self.pipeline is None:
-            return dict(self.model.state_dict())
-        from glm5.train.piped import state
-
-        return state(self.pipeline)
-
-    def _places(self) -> dict[str, Tensor]:
-        """Where each tensor of a checkpoint lies: see `ShardedStore`."""
-        places: dict[str, Tensor] = {f"model/{name}": t for name, t in self._state().items()}
-        for name, p in self._parts.named_parameters():
-            places |= {f"optimizer/{name}.{key}": p for key in ("momentum", "exp_avg", "exp_avg_sq", "master")}
-        return places
-
     def fp32_model(self) -> GLM5:
-        """The model with all digits: itself, or a copy with the fp32 weights behind a bf16 model's.
-
-        On many ranks a whole copy, on the main rank's CPU and without weights on the others; all ranks call this.
-        """
-        if self.ranks.alone and self.model.dtype == torch.float32:
-            return self.model
-        masters = self.optimizer.named_state() | {f"{name}.master": t for name, t in self.resting.items()}
-        exact = {name: masters.get(f"{name}.master", t).detach() for name, t in self._state().items()}
-        main = self.ranks.main
-        device = self.model.device if self.ranks.alone else torch.device("cpu" if main else "meta")
-        with device:
-            full = GLM5(self.model.config.replace(dtype="float32"), seed=None)
-        if self.pipeline is not None:
-            from glm5.train.piped import brought_together
-
-            assert self.ranks.world is not None
-            tensors = brought_together(exact, self.ranks.world)
-        else:  # one after the other, so that only the main rank ever has them all
-            tensors = {name: got for name, t in exact.items() if (got := self._whole_on_main(t)) is not None}
-        if main:
-            full.load_state_dict(tensors)
-        return full
-
-    def _whole_on_main(self, t: Tensor) -> Tensor | None:
-        whole = self.ranks.whole(t)
-        return (whole if self.ranks.alone else whole.cpu()) if self.ranks.main else None
+        """See `TrainState.whole_model`."""
+        return self.state.whole_model()
 
     def export(self, path: str | Path, tokenizer: Any = None) -> None:
         """Write the model in the public layout, in fp32, over what an earlier start of the run exported there."""
@@ -455,7 +395,7 @@ class Trainer:
         advice = "lower the learning rate or remove the bad data, and start again in another directory"
         try:
             directory = self.directory / "failed" / f"step-{self.finished_steps}"
-            store = self.ranks.store(directory, 1, self._places)
+            store = self.ranks.store(directory, 1, self.state.places)
             place = self.save(store)
             store.wait()
         except UserError as e:
