@@ -7,11 +7,16 @@ import os
 os.environ.setdefault("GOMP_SPINCOUNT", "20000")  # before torch: as the command line, for cores that are shared
 
 import resource
+import signal
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 
 import pytest
+
+# A shell's background jobs, and all that they start, ignore Ctrl-C: tests that press it would wait for nothing.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @pytest.fixture
