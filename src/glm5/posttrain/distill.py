@@ -23,15 +23,14 @@ from glm5.posttrain.advantage import distillation_advantages
 from glm5.posttrain.learner import LearnConfig, Learner, digest
 from glm5.posttrain.losses import LossConfig, glm5_reasoning
 from glm5.posttrain.prompts import PromptOrder
-from glm5.posttrain.reason import Measure, PromptConfig, begin, describe, model_config, prepare_prompts, verifier_pool
+from glm5.posttrain.reason import Plan, PromptConfig, Prompts, learned, model_config
 from glm5.posttrain.rollouts import Group, RolloutConfig, Rollouts, figures
 from glm5.posttrain.rows import PolicyRows
 from glm5.posttrain.update import score
-from glm5.text.tokenizer import load_tokenizer
 from glm5.train.prepare import Say
 from glm5.utils.devices import resolve_device
 from glm5.utils.errors import ConfigError
-from glm5.utils.files import exclusive, require_writable, sha256_file, write_json
+from glm5.utils.files import sha256_file, write_json
 
 # Log-probabilities of equal weights differ by less, where rows are cut otherwise. Left in, such advantages would move
 # the weights as much as any: Muon's updates have one size, whatever the gradient's.
@@ -169,28 +168,19 @@ def distill(config: DistillConfig, say: Say = print) -> Distilled:
         UserError: see `resolve`, `load_teachers`, `prepare_prompts` and `Learner.run`.
     """
     config, _ = resolve(config)
-    run = require_writable(config.run)
-    with exclusive(run / ".rl.lock"):
-        begin(run, config.checkpoint, replace(config, dry_run=False))
-        tokenizer = load_tokenizer(config.checkpoint)
-        prompts = prepare_prompts(config.prompts, config.learn.seed)
-        for line in describe(prompts):
-            say(line)
+
+    def plan(prompts: Prompts) -> Plan:
         teachers = load_teachers(config, list(prompts.order.domains))
-        model = load_model(config.checkpoint, device=config.device, dtype="float32")
-        with verifier_pool(config.rollout, prompts.held_out) as pool:
-            rollouts = Rollouts(model, tokenizer, config.rollout, pool, seed=config.learn.seed)
-            rollouts.refuse_long([*prompts.train, *prompts.held_out])
-            learner = Distiller(config.learn, model, config.loss, rollouts, run, digest(prompts.train))
+
+        def make(model: GLM5, rollouts: Rollouts) -> Learner:
+            learner = Distiller(config.learn, model, config.loss, rollouts, Path(config.run), digest(prompts.train))
             learner.order, learner.teachers = prompts.order, teachers
-            measure = Measure(run / "held-out.json", rollouts, prompts.held_out, learner)
-            learner.run(
-                resolved=replace(config, dry_run=False),
-                title="distill",
-                measure=measure if prompts.held_out else None,
-                measure_every=config.eval_every,
-            )
-            path = learner.export(tokenizer)
-        found = Distilled(run, path, learner.finished_steps, learner.ledger.next, measure.ends())
-        write_json(run / "result.json", {"steps": found.steps, "prompts": found.prompts, "held_out": found.held_out})
+            return learner
+
+        return prompts.held_out, make
+
+    with learned(config, "distill", plan, say) as (learner, path, held_out):
+        found = Distilled(Path(config.run), path, learner.finished_steps, learner.ledger.next, held_out)
+        result = {"steps": found.steps, "prompts": found.prompts, "held_out": found.held_out}
+        write_json(found.run / "result.json", result)
     return found

@@ -11,12 +11,14 @@ report, section 3.2. Read next: `rollouts`, `learner`, `losses`.
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from glm5.model.config import ModelConfig
+from glm5.model.glm5 import GLM5
 from glm5.model.weights import load_model
 from glm5.posttrain.learner import MAY_DIFFER, LearnConfig, Learner, digest
 from glm5.posttrain.losses import LossConfig, glm5_reasoning
@@ -254,33 +256,59 @@ def reason(config: ReasonConfig, say: Say = print) -> Reasoned:
         UserError: see `prepare_prompts`, `Rollouts` and `Learner.run`.
     """
     config, _ = resolve(config)
-    run = require_writable(config.run)
+
+    def plan(prompts: Prompts) -> Plan:
+        def make(model: GLM5, rollouts: Rollouts) -> Learner:
+            learner = Reasoner(config.learn, model, config.loss, rollouts, Path(config.run), digest(prompts.train))
+            learner.order, learner.pages = prompts.order, config.page_every
+            return learner
+
+        return [*prompts.train, *prompts.held_out], make
+
+    with learned(config, "reason", plan, say) as (learner, path, held_out):
+        states = dict(learner.ledger.states)
+        found = Reasoned(Path(config.run), path, learner.finished_steps, learner.ledger.next, held_out, states)
+        result = {"steps": found.steps, "prompts": found.prompts, "held_out": found.held_out, "states": found.states}
+        write_json(found.run / "result.json", result)
+    return found
+
+
+# Prompts whose answers verifiers will judge, and what makes the learner.
+Plan = tuple[Sequence[Prompt], Callable[[GLM5, Rollouts], Learner]]
+
+
+@contextmanager
+def learned(
+    config: Any, title: str, plan: Callable[[Prompts], Plan], say: Say
+) -> Iterator[tuple[Learner, Path, dict[str, dict[str, float]]]]:
+    """What reasoning and distillation share: prepare, learn, export. Gives the learner, the model's directory and success
+    on held-out prompts, while the run is still this process's alone.
+
+    Args:
+        config: a resolved `ReasonConfig` or `DistillConfig`. plan: called before the policy is loaded.
+    """
+    run, kept = require_writable(config.run), replace(config, dry_run=False)
     with exclusive(run / ".rl.lock"):
-        begin(run, config.checkpoint, replace(config, dry_run=False))
+        begin(run, config.checkpoint, kept)
         tokenizer = load_tokenizer(config.checkpoint)
         prompts = prepare_prompts(config.prompts, config.learn.seed)
         for line in describe(prompts):
             say(line)
+        judged, make = plan(prompts)
         model = load_model(config.checkpoint, device=config.device, dtype="float32")
-        with verifier_pool(config.rollout, [*prompts.train, *prompts.held_out]) as pool:
+        with verifier_pool(config.rollout, judged) as pool:
             rollouts = Rollouts(model, tokenizer, config.rollout, pool, seed=config.learn.seed)
             rollouts.refuse_long([*prompts.train, *prompts.held_out])
-            learner = Reasoner(config.learn, model, config.loss, rollouts, run, digest(prompts.train))
-            learner.order, learner.pages = prompts.order, config.page_every
+            learner = make(model, rollouts)
             measure = Measure(run / "held-out.json", rollouts, prompts.held_out, learner)
             learner.run(
-                resolved=replace(config, dry_run=False),
-                title="reason",
+                resolved=kept,
+                title=title,
                 measure=measure if prompts.held_out else None,
                 measure_every=config.eval_every,
             )
             path = learner.export(tokenizer)
-        found = Reasoned(
-            run, path, learner.finished_steps, learner.ledger.next, measure.ends(), dict(learner.ledger.states)
-        )
-        result = {"steps": found.steps, "prompts": found.prompts, "held_out": found.held_out, "states": found.states}
-        write_json(run / "result.json", result)
-    return found
+        yield learner, path, measure.ends()
 
 
 class Measure:
