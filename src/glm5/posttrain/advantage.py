@@ -42,7 +42,7 @@ def group_advantages(rewards: Sequence[float], baseline: Baseline = "std") -> li
         return []
     mean = math.fsum(rewards) / count
     centred = [r - mean for r in rewards]
-    if _same(rewards):
+    if all_equal(rewards):
         return [0.0] * count  # exactly, where the mean's rounding would leave a trace
     if baseline == "mean":
         return centred
@@ -52,7 +52,8 @@ def group_advantages(rewards: Sequence[float], baseline: Baseline = "std") -> li
     return [c / (std + EPSILON) for c in centred]
 
 
-def _same(rewards: Sequence[float]) -> bool:
+def all_equal(rewards: Sequence[float]) -> bool:
+    """Whether a group's rewards, of which there is one at least, leave nothing to learn."""
     return all(r == rewards[0] for r in rewards)
 
 
@@ -91,7 +92,7 @@ def dynamic_sampling(groups: Sequence[Sequence[float]], solved_at: float = 1.0) 
     for number, rewards in enumerate(groups):
         if not rewards:
             empty += 1
-        elif not _same(rewards):
+        elif not all_equal(rewards):
             kept.append(number)
         elif rewards[0] >= solved_at:
             high += 1

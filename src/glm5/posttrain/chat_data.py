@@ -23,12 +23,11 @@ from typing import Any, Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from glm5.data.hashing import permutation
 from glm5.data.loader import Loader, TokenDataset
 from glm5.data.packing import Plan, plan_rows
 from glm5.data.shards import Encoded, TokenStore, write_encoded
 from glm5.posttrain.jsonl import SHOWN, read_rows
-from glm5.posttrain.mixing import Mixture
+from glm5.posttrain.mixing import Mixture, order_of
 from glm5.text import Message, Rendered, Tokenizer, Tool, messages_from_openai, render_for_training, tools_from_openai
 from glm5.utils.errors import ConfigError, DataError
 from glm5.utils.files import file_errors, read_json, require_writable, sha256_file, write_json
@@ -171,8 +170,7 @@ class MixedLoader(Loader):
 
     def _task_order(self, task: str, epoch: int) -> NDArray[np.int64]:
         first, last = self.tasks[task]
-        of_task = int.from_bytes(hashlib.sha256(task.encode()).digest()[:4], "little")
-        return permutation(last - first, self.seed ^ of_task, epoch)
+        return order_of(task, last - first, self.seed, epoch)
 
 
 # ---------------------------------------------------------------------------------------------------- on disk

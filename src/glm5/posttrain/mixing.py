@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import hashlib
 import math
 from collections.abc import Mapping
 
+import numpy as np
+from numpy.typing import NDArray
+
+from glm5.data.hashing import permutation
 from glm5.utils.errors import ConfigError
 
 
@@ -51,3 +56,9 @@ class Mixture:
             taken[name] += 1
             at += 1
         return found
+
+
+def order_of(source: str, size: int, seed: int, epoch: int) -> NDArray[np.int64]:
+    """In what order a source's samples come in an epoch: sources of one size do not go together."""
+    own = int.from_bytes(hashlib.sha256(source.encode()).digest()[:4], "little")
+    return permutation(size, seed ^ own, epoch)

@@ -21,9 +21,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from glm5.data.hashing import permutation
 from glm5.posttrain.jsonl import read_rows
-from glm5.posttrain.mixing import Mixture
+from glm5.posttrain.mixing import Mixture, order_of
 from glm5.posttrain.verify.pool import Task, VerifierPool
 from glm5.posttrain.verify.verdict import Verdict
 from glm5.text import Message, Tool, messages_from_openai, tools_from_openai
@@ -196,5 +195,4 @@ class PromptOrder:
         return found
 
     def _epoch_order(self, domain: str, epoch: int) -> NDArray[np.int64]:
-        of_domain = int.from_bytes(hashlib.sha256(domain.encode()).digest()[:4], "little")
-        return permutation(len(self.domains[domain]), self.seed ^ of_domain, epoch)
+        return order_of(domain, len(self.domains[domain]), self.seed, epoch)

@@ -19,12 +19,10 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import safetensors.torch
-import torch
-from torch import Tensor
 
 from glm5.model.glm5 import GLM5
 from glm5.model.weights import disk_tensors
-from glm5.posttrain.advantage import Baseline, overlong_penalty, repair, repaired_advantages
+from glm5.posttrain.advantage import Baseline, all_equal, overlong_penalty, repair, repaired_advantages
 from glm5.posttrain.outcome import State
 from glm5.posttrain.prompts import Prompt
 from glm5.posttrain.rows import Trajectory
@@ -34,6 +32,7 @@ from glm5.serve.client import WeightUpdate
 from glm5.serve.config import EngineConfig
 from glm5.serve.engine import Engine
 from glm5.serve.request import Request, SamplingParams, TokenInfo
+from glm5.serve.weights import checksum_of
 from glm5.text.chat import render
 from glm5.text.parser import parse
 from glm5.text.tokenizer import Tokenizer
@@ -164,7 +163,7 @@ def settle(group: Group, baseline: Baseline) -> None:
     known = [r for r in group.rewards if r is not None]
     if repaired.dropped or made is None:
         group.state = State.GROUP_DROPPED
-    elif all(r == known[0] for r in known):
+    elif all_equal(known):
         group.state = State.ZERO_VARIANCE
     else:
         group.advantages, group.copies = made
@@ -205,7 +204,7 @@ class Rollouts:
         packed = safetensors.torch.save({name: t.clone() for name, t in tensors.items()})
         self.engine.update_weights(WeightUpdate("tensor", tensors=(packed,), weight_version=str(version)))
         there = self.engine.checksum()
-        wrong = [name for name, t in tensors.items() if there.get(name) != _checksum(t)]
+        wrong = [name for name, t in tensors.items() if there.get(name) != checksum_of(t)]
         if wrong or there.keys() != tensors.keys():
             name = wrong[0] if wrong else min(there.keys() ^ tensors.keys())
             raise CheckpointError(f"the engine's {name} is not what was sent as version {version}", "Start again")
@@ -349,7 +348,3 @@ def figures(groups: Sequence[Group]) -> dict[str, Any]:
 def _seed(run: int, number: int) -> int:
     """Of a prompt's draws: neighbours have nothing in common."""
     return int.from_bytes(hashlib.sha256(f"{run}/{number}".encode()).digest()[:7], "little")
-
-
-def _checksum(tensor: Tensor) -> str:
-    return hashlib.sha256(tensor.view(torch.uint8).numpy().tobytes()).hexdigest()

@@ -26,6 +26,11 @@ JOIN_TIMEOUT = timedelta(minutes=5)
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
+def checksum_of(tensor: Tensor) -> str:
+    """SHA-256 of a tensor's bytes."""
+    return hashlib.sha256(tensor.detach().cpu().contiguous().view(torch.uint8).numpy().tobytes()).hexdigest()
+
+
 class WeightSource:
     """Applies updates to one model.
 
@@ -71,10 +76,7 @@ class WeightSource:
 
     def checksum(self) -> dict[str, str]:
         """SHA-256 of every tensor by its public name."""
-        return {
-            name: hashlib.sha256(tensor.detach().cpu().contiguous().view(torch.uint8).numpy().tobytes()).hexdigest()
-            for name, tensor in self.tensors()
-        }
+        return {name: checksum_of(tensor) for name, tensor in self.tensors()}
 
     def release(self) -> None:
         """Give the memory of all weights back; what they were is lost."""
