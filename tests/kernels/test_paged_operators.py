@@ -2,24 +2,18 @@
 
 from __future__ import annotations
 
-import os
-import sys
-
 import pytest
 import torch
 from torch import Tensor
 
-CUDA = torch.cuda.is_available()
-if not CUDA:
-    if "triton" in sys.modules and os.environ.get("TRITON_INTERPRET") != "1":
-        reason = "triton was imported before its interpreter was asked for; run this file with TRITON_INTERPRET=1"
-        pytest.skip(reason, allow_module_level=True)
-    os.environ["TRITON_INTERPRET"] = "1"  # triton reads it when first imported
-pytest.importorskip("triton", reason="triton is not installed: the operators of glm5[gpu] go untested here")
+from support import triton_interpreter
+
+triton_interpreter.ask()
 
 from glm5.kernels import cuda, triton
 from glm5.kernels.pages import Pages
 
+CUDA = torch.cuda.is_available()
 DEVICE = "cuda" if CUDA else "cpu"
 DTYPE = torch.bfloat16 if CUDA else torch.float16
 HOPPER, WHY = cuda.available()

@@ -6,37 +6,20 @@ runs fp32 and fp16. Outputs are poisoned where the operator writes into memory t
 
 from __future__ import annotations
 
-import os
-import sys
-from typing import Any
-
 import pytest
 import torch
 from torch import Tensor
 
-CUDA = torch.cuda.is_available()
-if not CUDA:
-    if "triton" in sys.modules and os.environ.get("TRITON_INTERPRET") != "1":
-        reason = "triton was imported before its interpreter was asked for; run this file with TRITON_INTERPRET=1"
-        pytest.skip(reason, allow_module_level=True)
-    os.environ["TRITON_INTERPRET"] = "1"  # triton reads it when first imported
-pytest.importorskip("triton", reason="triton is not installed: the operators of glm5[gpu] go untested here")
+from support import triton_interpreter
+
+triton_interpreter.ask()
 
 from glm5.kernels import triton as fast
 from glm5.kernels.topk import stable_topk
 
-if not CUDA:
-    from triton.runtime import interpreter
+triton_interpreter.mend()
 
-    _patch = interpreter._patch_lang_tensor
-
-    def _patch_for_new_numpy(tensor: Any, scope: Any) -> None:
-        """Triton 3.6 makes loop bounds of arrays with one element, which NumPy 2.4 no longer takes for integers."""
-        _patch(tensor, scope)
-        scope.set_attr(tensor, "__index__", lambda self: int(self.handle.data.item()))
-
-    interpreter._patch_lang_tensor = _patch_for_new_numpy
-
+CUDA = torch.cuda.is_available()
 DEVICE = "cuda" if CUDA else "cpu"
 DTYPE = torch.bfloat16 if CUDA else torch.float16
 TOLERANCE = 5e-3

@@ -5,25 +5,19 @@ Skipped, saying so, where triton is not installed (`pip install glm5[gpu]`).
 
 from __future__ import annotations
 
-import os
-import sys
-
 import pytest
 import torch
 from torch import Tensor
 
-CUDA = torch.cuda.is_available()
-if not CUDA:
-    if "triton" in sys.modules and os.environ.get("TRITON_INTERPRET") != "1":
-        reason = "triton was imported before its interpreter was asked for; run this file with TRITON_INTERPRET=1"
-        pytest.skip(reason, allow_module_level=True)
-    os.environ["TRITON_INTERPRET"] = "1"  # triton reads it when first imported
-pytest.importorskip("triton", reason="triton is not installed: the operators of glm5[gpu] go untested here")
+from support import triton_interpreter
+
+triton_interpreter.ask()
 
 from glm5.kernels import triton as fast
 from glm5.kernels.basic import rms_norm, rope_interleaved, rotations, swiglu
 from glm5.kernels.moe import route
 
+CUDA = torch.cuda.is_available()
 DEVICE = "cuda" if CUDA else "cpu"
 DTYPE = torch.bfloat16 if CUDA else torch.float32
 TOLERANCE = 5e-3 if CUDA else 1e-6
