@@ -16,7 +16,6 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import statistics
 import traceback
 from collections.abc import Callable
 from pathlib import Path
@@ -29,6 +28,7 @@ from glm5.kernels.cross_entropy import linear_cross_entropy
 from glm5.model.config import ModelConfig
 from glm5.model.glm5 import GLM5
 from glm5.model.trace import Aux
+from kernels_training import event_us
 
 BYTES_PER_S, FLOP_PER_S, GIB = 4.3e12, 790e12, 2**30
 STAGES = ("dense", "warmup", "sparse")
@@ -103,19 +103,6 @@ def step(model: GLM5, ids: torch.Tensor, stage: str) -> Callable[[], None]:
     return run
 
 
-def time_ms(call: Callable[[], None], repeats: int = 5) -> float:
-    call()
-    start, stop = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-    times = []
-    for _ in range(repeats):
-        start.record()
-        call()
-        stop.record()
-        stop.synchronize()
-        times.append(start.elapsed_time(stop))
-    return statistics.median(times)
-
-
 def profile(call: Callable[[], None], rows: int = 14) -> None:
     """Where the device's time goes, by kernel."""
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as found:
@@ -151,7 +138,7 @@ def main() -> None:
                 torch.cuda.reset_peak_memory_stats()
                 try:
                     call = step(model, ids, stage)
-                    ms = time_ms(call, 5 if version == "fast" else 2)
+                    ms = event_us(call, 5 if version == "fast" else 2) / 1e3
                 except Exception as problem:
                     traceback.print_exc()
                     print(f"{tokens} {stage} {version}: failed, {type(problem).__name__}", flush=True)
