@@ -19,8 +19,7 @@ import hashlib
 import re
 import uuid
 from collections import OrderedDict
-from collections.abc import AsyncIterator, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -33,7 +32,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from glm5.serve.client import Backend, Stream, Unavailable
 from glm5.serve.gateway.session import Plan, Session
 from glm5.serve.http import anthropic, chat, errors, native, tokens
-from glm5.serve.http.app import Lifespan
+from glm5.serve.http.app import Lifespan, lifespan
 from glm5.serve.http.bodies import Body, Name
 from glm5.serve.http.errors import ApiError, Json
 from glm5.serve.http.guard import Guard
@@ -218,19 +217,15 @@ def create_gateway(
     options = options or GatewayOptions()
     gateway = Gateway(backend, options)
 
-    @asynccontextmanager
-    async def lifespan(app: FastAPI) -> AsyncIterator[None]:
-        if start is not None:
-            await start()
-        try:
-            yield
-        finally:
-            for session in gateway.sessions.values():
-                session.cancel()
-            if stop is not None:
-                await stop()
+    async def end_all() -> None:
+        for session in gateway.sessions.values():
+            session.cancel()
+        if stop is not None:
+            await stop()
 
-    app = FastAPI(title="glm5 gateway", lifespan=lifespan, docs_url=None, redoc_url=None, openapi_url=None)
+    app = FastAPI(
+        title="glm5 gateway", lifespan=lifespan(start, end_all), docs_url=None, redoc_url=None, openapi_url=None
+    )
     app.state.server = gateway
     errors.install(app)
 

@@ -12,7 +12,7 @@ import logging
 import signal
 import socket
 from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import asynccontextmanager
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from importlib.resources import files
 from types import FrameType
 from typing import Any
@@ -34,6 +34,22 @@ log = logging.getLogger(__name__)
 Lifespan = Callable[[], Awaitable[None]]
 
 
+def lifespan(start: Lifespan | None, stop: Lifespan | None) -> Callable[[FastAPI], AbstractAsyncContextManager[None]]:
+    """What FastAPI enters while it serves: both are awaited in its event loop."""
+
+    @asynccontextmanager
+    async def around(app: FastAPI) -> AsyncIterator[None]:
+        if start is not None:
+            await start()
+        try:
+            yield
+        finally:
+            if stop is not None:
+                await stop()
+
+    return around
+
+
 def create_app(
     backend: Backend,
     options: HttpOptions | None = None,
@@ -49,21 +65,11 @@ def create_app(
     options = options or HttpOptions()
     server = Server(backend, options)
 
-    @asynccontextmanager
-    async def lifespan(app: FastAPI) -> AsyncIterator[None]:
-        if start is not None:
-            await start()
-        try:
-            yield
-        finally:
-            if stop is not None:
-                await stop()
-
     # No pages of documentation: they load scripts from elsewhere, which could then call everything here.
     app = FastAPI(
         title="glm5",
         version=glm5.__version__,
-        lifespan=lifespan,
+        lifespan=lifespan(start, stop),
         responses=_documented(),
         docs_url=None,
         redoc_url=None,
