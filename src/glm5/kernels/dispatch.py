@@ -154,12 +154,19 @@ def _plain_bf16(*tensors: Tensor) -> str | None:
     return None
 
 
-def _sparse_mla(q_BTHX: Tensor, k_BSGX: Tensor, v_BSGV: Tensor) -> str | None:
+def _mla_heads(heads: int, width: int, value: int) -> str | None:
+    fits = (width, value) == (576, 512) and heads <= 64
+    return None if fits else f"takes up to 64 heads of 576/512, not {heads} of {width}/{value}"
+
+
+def _mla_shape(q_BTHX: Tensor, k_BSGX: Tensor, v_BSGV: Tensor) -> str | None:
     if not _is_absorbed(k_BSGX, v_BSGV):
         return NOT_ABSORBED
-    if (q_BTHX.shape[-1], v_BSGV.shape[-1]) != (576, 512) or q_BTHX.shape[2] > 64:
-        return f"takes up to 64 heads of 576/512, not {q_BTHX.shape[2]} of {q_BTHX.shape[-1]}/{v_BSGV.shape[-1]}"
-    return _plain_bf16(q_BTHX, k_BSGX)
+    return _mla_heads(q_BTHX.shape[2], q_BTHX.shape[-1], v_BSGV.shape[-1])
+
+
+def _sparse_mla(q_BTHX: Tensor, k_BSGX: Tensor, v_BSGV: Tensor) -> str | None:
+    return _mla_shape(q_BTHX, k_BSGX, v_BSGV) or _plain_bf16(q_BTHX, k_BSGX)
 
 
 def _index_select(q_BTJI: Tensor, w_BTJ: Tensor, k_BSI: Tensor) -> str | None:
@@ -189,9 +196,9 @@ def _project(x: Tensor, *weights: Tensor) -> str | None:
 
 
 def _absorbed(q_nope: Tensor, rows: Tensor, up: Tensor) -> str | None:
-    if (up.shape[2], rows.shape[-1]) != (512, 576) or q_nope.shape[2] > 64:
-        shape = f"{q_nope.shape[2]} of {rows.shape[-1]}/{up.shape[2]}"
-        return f"takes up to 64 heads of 576/512, not {shape}"
+    wrong = _mla_heads(q_nope.shape[2], rows.shape[-1], up.shape[2])
+    if wrong is not None:
+        return wrong
     nope, value = q_nope.shape[3], up.shape[1] - q_nope.shape[3]
     if nope % 64 or value % 128:
         return f"takes heads of multiples of 64 and 128, not {nope} and {value}"
@@ -205,11 +212,7 @@ def _bf16(*tensors: Tensor) -> str | None:
 
 
 def _train_sparse(q_BTHX: Tensor, k_BSGX: Tensor, v_BSGV: Tensor) -> str | None:
-    if not _is_absorbed(k_BSGX, v_BSGV):
-        return NOT_ABSORBED
-    if (q_BTHX.shape[-1], v_BSGV.shape[-1]) != (576, 512) or q_BTHX.shape[2] > 64:
-        return f"takes up to 64 heads of 576/512, not {q_BTHX.shape[2]} of {q_BTHX.shape[-1]}/{v_BSGV.shape[-1]}"
-    return _bf16(q_BTHX, k_BSGX)
+    return _mla_shape(q_BTHX, k_BSGX, v_BSGV) or _bf16(q_BTHX, k_BSGX)
 
 
 def _train_indexer(iq_BTJI: Tensor, ik_BSI: Tensor, q_BTHX: Tensor, k_BSGX: Tensor) -> str | None:
