@@ -200,7 +200,3 @@ class Graphs:
                 self._broken = True
                 return None
         return self._steps[shape]
-
-    def forget(self) -> None:
-        """Record anew: the weights have moved."""
-        self._steps.clear()
