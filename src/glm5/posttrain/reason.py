@@ -281,8 +281,8 @@ Plan = tuple[Sequence[Prompt], Callable[[GLM5, Rollouts], Learner]]
 def learned(
     config: Any, title: str, plan: Callable[[Prompts], Plan], say: Say
 ) -> Iterator[tuple[Learner, Path, dict[str, dict[str, float]]]]:
-    """What reasoning and distillation share: prepare, learn, export. Gives the learner, the model's directory and success
-    on held-out prompts, while the run is still this process's alone.
+    """What reasoning and distillation share: prepare, learn, export. Gives the learner, the model's directory, success
+    of held-out prompts, while the run is still this process's alone.
 
     Args:
         config: a resolved `ReasonConfig` or `DistillConfig`. plan: called before the policy is loaded.
