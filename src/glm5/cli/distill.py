@@ -16,13 +16,10 @@ teacher finds likely of them. docs/post-training.md says more."""
 
 def main(argv: Sequence[str]) -> int:
     """Parse `argv` (without the command's name) and run. Returns 0."""
-    arguments = list(argv)
-    if arguments and not arguments[0].startswith("-"):
-        arguments = ["--checkpoint", *arguments]
     from glm5.posttrain import reason
     from glm5.posttrain.distill import DistillConfig, distill, resolve
 
-    config, _ = resolve(parse(DistillConfig, arguments, prog="glm5 distill", description=DESCRIPTION))
+    config, _ = resolve(parse(DistillConfig, argv, prog="glm5 distill", description=DESCRIPTION, first="checkpoint"))
     for line in describe(to_dict(config)):
         print(line)
     if config.dry_run:

@@ -37,11 +37,11 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _reason(arguments: list[str]) -> int:
-    if arguments and not arguments[0].startswith("-"):
-        arguments = ["--checkpoint", *arguments]
     from glm5.posttrain.reason import ReasonConfig, reason, resolve
 
-    config, _ = resolve(parse(ReasonConfig, arguments, prog="glm5 rl reason", description=DESCRIPTION))
+    config, _ = resolve(
+        parse(ReasonConfig, arguments, prog="glm5 rl reason", description=DESCRIPTION, first="checkpoint")
+    )
     for line in describe(to_dict(config)):
         print(line)
     if config.dry_run:

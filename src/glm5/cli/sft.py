@@ -19,12 +19,9 @@ docs/post-training.md says what else it may hold. --train.FIELD changes one fiel
 
 def main(argv: Sequence[str]) -> int:
     """Parse `argv` (without the command's name) and run. Returns 0."""
-    arguments = list(argv)
-    if arguments and not arguments[0].startswith("-"):
-        arguments = ["--checkpoint", *arguments]
     from glm5.posttrain.sft import SftConfig, resolve, sft
 
-    config, _ = resolve(parse(SftConfig, arguments, prog="glm5 sft", description=DESCRIPTION))
+    config, _ = resolve(parse(SftConfig, argv, prog="glm5 sft", description=DESCRIPTION, first="checkpoint"))
     for line in describe(to_dict(config)):
         print(line)
     if config.dry_run:

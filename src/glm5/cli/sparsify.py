@@ -17,10 +17,7 @@ def main(argv: Sequence[str]) -> int:
     """Parse `argv` (without the command's name) and run. Returns 0."""
     from glm5.train.sparsify import SparsifyConfig, sparsify
 
-    arguments = list(argv)
-    if arguments and not arguments[0].startswith("-"):
-        arguments = ["--checkpoint", *arguments]
-    config = parse(SparsifyConfig, arguments, prog="glm5 sparsify", description=DESCRIPTION)
+    config = parse(SparsifyConfig, argv, prog="glm5 sparsify", description=DESCRIPTION, first="checkpoint")
     for line in describe(to_dict(config)):
         print(line)
     found = sparsify(config)

@@ -197,6 +197,7 @@ def parse(
     prog: str | None = None,
     description: str | None = None,
     config_option: bool = True,
+    first: str = "",
 ) -> T:
     """`cls` from the command line: `--config FILE` first, then every other option overrides a field by dotted name.
 
@@ -206,6 +207,7 @@ def parse(
         default: values for what neither the file nor an option gives.
         prog, description: for the help text.
         config_option: whether there is a `--config`; a command that runs nothing that is saved has none.
+        first: the field that a first argument without dashes gives; none by default.
 
     Raises:
         UserError: an unknown option, a value of the wrong type or one that breaks a rule.
@@ -214,7 +216,10 @@ def parse(
     """
     import tyro  # here, since only the command line needs it
 
-    rest, text = list(argv), (description or cls.__doc__ or "").strip()
+    argv, text = list(argv), (description or cls.__doc__ or "").strip()
+    if first and argv and not argv[0].startswith("-"):
+        argv = [f"--{first}", *argv]
+    rest = argv
     if config_option:
         assert all(f.name != "config" for f in fields(cls)), "--config is taken"  # type: ignore[arg-type]
         rest, path = _split_config(argv)
