@@ -9,38 +9,22 @@ import signal
 import subprocess
 import sys
 import time
-import urllib.request
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from glm5.cli.main import main
 from glm5.model.generate import generate
-from glm5.model.glm5 import GLM5
-from glm5.model.presets import nano
-from glm5.model.weights import load_model, save_model
-from glm5.text.tokenizer import Tokenizer
+from glm5.model.weights import load_model
+from support.served import ask, save_small
 
 COMMAND = [sys.executable, "-m", "glm5", "serve"]
 
 
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = tmp_path_factory.mktemp("spread") / "small"
-    tokenizer = Tokenizer.train([f"def hello(name):\n    print(name, {n})\n" for n in range(400)], 320)
-    shape = nano(vocab_size=320, num_hidden_layers=2, hidden_size=32, max_position_embeddings=512)
-    save_model(GLM5(shape, seed=0), path)
-    tokenizer.save(path)
-    return path
-
-
-def ask(address: str, path: str, body: dict[str, Any] | None = None) -> Any:
-    data = None if body is None else json.dumps(body).encode()
-    asked = urllib.request.Request(address + path, data, {"Content-Type": "application/json"})  # noqa: S310
-    with urllib.request.urlopen(asked, timeout=60) as answer:  # noqa: S310
-        return json.loads(answer.read() or b"null")
+    return save_small(tmp_path_factory.mktemp("served") / "small")
 
 
 def ranks(pid: int) -> dict[int, int]:
