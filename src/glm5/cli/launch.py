@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import logging
 import os
+import signal
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 
 def first() -> bool:
@@ -48,11 +49,25 @@ def start(command: str, processes: int, argv: Sequence[str], *, on_gpus: bool, r
     try:
         elastic_launch(launch, sys.executable)("-m", "glm5.cli.main", command, *argv)
     except ChildFailedError as e:
-        killed = [f"rank {rank} was ended by signal {-f.exitcode}" for rank, f in e.failures.items() if f.exitcode < 0]
-        failed = [f"rank {rank} ended with status {f.exitcode}" for rank, f in e.failures.items() if f.exitcode != 2]
-        for cause in (killed or failed)[:1]:  # with status 2 it has said why itself
+        statuses = {rank: f.exitcode for rank, f in e.failures.items()}
+        cause = cause_of(statuses)
+        if cause:
             print(f"error: {cause}, and so all have ended", file=sys.stderr)
-        return max((f.exitcode if f.exitcode > 0 else 1) for f in e.failures.values())
+        return max((status if status > 0 else 1) for status in statuses.values())
     except SignalException as e:
         return 128 + int(e.sigval)
     return 0
+
+
+def cause_of(statuses: Mapping[int, int]) -> str:
+    """Why all ranks ended, by the exit statuses of those that failed, signals negative; empty where one said it itself.
+
+    With status 2 it did. SIGTERM is how the others are ended, so it counts where there is nothing else only.
+    """
+    killed = [rank for rank, status in statuses.items() if status < 0 and status != -signal.SIGTERM]
+    ended = [] if 2 in statuses.values() else [rank for rank, status in statuses.items() if status == -signal.SIGTERM]
+    failed = [rank for rank, status in statuses.items() if status > 0 and status != 2]
+    if killed or (ended and not failed):
+        rank = (killed or ended)[0]
+        return f"rank {rank} was ended by signal {-statuses[rank]}"
+    return f"rank {failed[0]} ended with status {statuses[failed[0]]}" if failed else ""
