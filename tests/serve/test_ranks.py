@@ -178,15 +178,14 @@ def test_two_ranks_with_half_of_the_heads_each(checkpoints: list[str], expected:
 
 SENDER = """
 import sys, torch
-import torch.distributed as dist
 from glm5.model.weights import disk_tensors, load_model
 from glm5.serve.client import WeightGroup
-from glm5.serve.weights import join
+from glm5.serve.weights import Joined
 
 torch.set_num_threads(1)
-group = join(WeightGroup("127.0.0.1", int(sys.argv[1]), 0, 2, "trainer", "gloo"))
+group = Joined(WeightGroup("127.0.0.1", int(sys.argv[1]), 0, 2, "trainer", "gloo"))
 for name, tensor in disk_tensors(load_model(sys.argv[2])):
-    dist.broadcast(tensor.contiguous(), src=0, group=group)
+    group.broadcast(tensor.contiguous())
 """
 
 

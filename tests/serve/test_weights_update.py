@@ -18,17 +18,16 @@ from support.tiny import tiny_model
 
 SENDER = """
 import sys, torch
-import torch.distributed as dist
 from glm5.model.weights import disk_tensors
 from glm5.serve.client import WeightGroup
-from glm5.serve.weights import join
+from glm5.serve.weights import Joined
 from support.tiny import tiny_model
 
 torch.set_num_threads(1)
-group = join(WeightGroup("127.0.0.1", int(sys.argv[1]), 0, 2, "trainer", "gloo"))
+group = Joined(WeightGroup("127.0.0.1", int(sys.argv[1]), 0, 2, "trainer", "gloo"))
 for name, tensor in disk_tensors(tiny_model(1)):
-    dist.broadcast(tensor.contiguous().bfloat16(), src=0, group=group)
-dist.broadcast(torch.ones(3), src=0, group=group)
+    group.broadcast(tensor.contiguous().bfloat16())
+group.broadcast(torch.ones(3))
 """
 
 

@@ -1,11 +1,12 @@
 """New weights for a running engine: from a checkpoint, from tensors in a request, or over a process group.
 
-A trainer that sends over a group joins it as rank 0 with `join` and broadcasts the tensors of each update in the order
+A trainer that sends over a group joins it as rank 0 with `Joined` and broadcasts the tensors of each update in the order
 of their names, as slime and others do. Read next: `glm5.model.weights.assign_tensors`, `engine`.
 """
 
 from __future__ import annotations
 
+import atexit
 import hashlib
 from collections.abc import Iterable, Iterator
 from datetime import timedelta
@@ -47,7 +48,7 @@ class WeightSource:
         self.missing: set[str] = set()
         self.released = False
         self._forms: list[tuple[Tensor, tuple[int, ...], tuple[int, ...]]] = []
-        self._groups: dict[str, dist.ProcessGroup] = {}
+        self._groups: dict[str, Joined] = {}
 
     def apply(self, update: WeightUpdate) -> None:
         """Replace the weights that the update names.
@@ -114,14 +115,14 @@ class WeightSource:
         """
         if group.group_name in self._groups:
             raise UserError(f"group_name={group.group_name!r} is joined already", "Leave it first, or use another name")
-        self._groups[group.group_name] = join(group)
+        self._groups[group.group_name] = Joined(group)
 
     def leave(self, name: str) -> None:
         """Raises UserError if it was not joined."""
-        dist.destroy_process_group(self._group(name))
+        self._group(name).leave()
         del self._groups[name]
 
-    def _group(self, name: str) -> dist.ProcessGroup:
+    def _group(self, name: str) -> Joined:
         if name not in self._groups:
             raise UserError(f"group_name={name!r} was not joined", "Join it with /init_weights_update_group")
         return self._groups[name]
@@ -136,40 +137,60 @@ class WeightSource:
         received = {}
         for name, dtype, shape in zip(update.names, dtypes, update.shapes, strict=True):
             received[name] = torch.empty(shape, dtype=DTYPES[dtype], device=self.model.device)
-            dist.broadcast(received[name], src=0, group=group)
+            group.broadcast(received[name])
         return received
 
 
-def join(group: WeightGroup) -> dist.ProcessGroup:
-    """Join a group that is nobody's default group, so that trainer and engine keep worlds of their own.
+class Joined:
+    """A member of a group that is nobody's default group, so that trainer and engine keep worlds of their own.
 
     torch's public functions make subgroups of one world only; this is what they do below that.
+
+    Args:
+        group: where its ranks meet. Returns when all are there.
 
     Raises:
         UserError: the others did not come in time, or the address is not to be reached.
     """
-    from torch.distributed import distributed_c10d as c10d
 
-    address = f"tcp://{group.master_address}:{group.master_port}"
-    try:
-        store, rank, size = next(c10d.rendezvous(address, group.rank_offset, group.world_size, timeout=JOIN_TIMEOUT))
-        store.set_timeout(JOIN_TIMEOUT)
-        made, _ = c10d._new_process_group_helper(
-            size,
-            rank,
-            [],
-            c10d.Backend(group.backend),
-            c10d.PrefixStore(group.group_name, store),
-            group_name=group.group_name,  # type: ignore[arg-type]
-            timeout=JOIN_TIMEOUT,
-        )
-    except (RuntimeError, ValueError, OSError) as error:
-        raise UserError(
-            f"cannot join {group.group_name} at {address}: {error}", "Check address, ranks and size"
-        ) from None
-    assert isinstance(made, dist.ProcessGroup)
-    c10d._world.pg_group_ranks[made] = {i: i for i in range(size)}
-    return made
+    def __init__(self, group: WeightGroup) -> None:
+        from torch.distributed import distributed_c10d as c10d
+
+        address = f"tcp://{group.master_address}:{group.master_port}"
+        try:
+            store, rank, size = next(
+                c10d.rendezvous(address, group.rank_offset, group.world_size, timeout=JOIN_TIMEOUT)
+            )
+            store.set_timeout(JOIN_TIMEOUT)
+            made, _ = c10d._new_process_group_helper(
+                size,
+                rank,
+                [],
+                c10d.Backend(group.backend),
+                c10d.PrefixStore(group.group_name, store),
+                group_name=group.group_name,  # type: ignore[arg-type]
+                timeout=JOIN_TIMEOUT,
+            )
+        except (RuntimeError, ValueError, OSError) as error:
+            raise UserError(
+                f"cannot join {group.group_name} at {address}: {error}", "Check address, ranks and size"
+            ) from None
+        assert isinstance(made, dist.ProcessGroup)
+        c10d._world.pg_group_ranks[made] = {i: i for i in range(size)}
+        self._group: dist.ProcessGroup | None = made
+        atexit.register(self.leave)  # a group whose threads outlive the interpreter may abort the process
+
+    def broadcast(self, tensor: Tensor) -> None:
+        """Send `tensor` from rank 0, or receive it, in place, elsewhere."""
+        assert self._group is not None, "it was left"
+        dist.broadcast(tensor, src=0, group=self._group)
+
+    def leave(self) -> None:
+        """End this member, and its threads."""
+        atexit.unregister(self.leave)
+        if self._group is not None:
+            dist.destroy_process_group(self._group)
+            self._group = None
 
 
 def unpacked(update: WeightUpdate) -> dict[str, Tensor]:
