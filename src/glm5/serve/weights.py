@@ -1,7 +1,7 @@
 """New weights for a running engine: from a checkpoint, from tensors in a request, or over a process group.
 
-A trainer that sends over a group joins it as rank 0 with `Joined` and broadcasts the tensors of each update in the order
-of their names, as slime and others do. Read next: `glm5.model.weights.assign_tensors`, `engine`.
+A trainer that sends over a group joins it as rank 0 with `Joined` and broadcasts the tensors of each update in their
+names' order, as slime and others do. Read next: `glm5.model.weights.assign_tensors`, `engine`.
 """
 
 from __future__ import annotations
