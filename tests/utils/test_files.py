@@ -31,6 +31,18 @@ def test_written_file_is_read_back_and_leaves_nothing_beside_it(tmp_path: Path) 
     assert path.stat().st_mode & 0o777 == 0o666 & ~umask
 
 
+def test_a_file_has_the_umasks_permissions_whoever_writes_it(tmp_path: Path) -> None:
+    """safetensors, for one, replaces its file by one for the owner only."""
+    before = os.umask(0o027)
+    try:
+        with files.replacing(tmp_path / "a") as temporary:
+            temporary.unlink()
+            os.close(os.open(temporary, os.O_CREAT | os.O_WRONLY, 0o600))
+    finally:
+        os.umask(before)
+    assert (tmp_path / "a").stat().st_mode & 0o777 == 0o640
+
+
 def test_json_refuses_nan(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="JSON"):
         files.write_json(tmp_path / "x.json", {"loss": float("nan")})

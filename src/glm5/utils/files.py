@@ -75,13 +75,18 @@ def make_directory(path: str | Path) -> Path:
 def replacing(path: Path) -> Iterator[Path]:
     """A path beside `path` for the block to write; then it takes the place of `path`, durably, or is removed.
 
+    Whoever writes it, the file has the permissions that the umask gives: safetensors makes its files for the owner only.
+
     Raises:
         FileError: the write failed. The file that was there is untouched and nothing is left beside it.
     """
     temporary = path.parent / f".{path.name}.{secrets.token_hex(4)}"
     with file_errors(path, "write"):
         try:
+            temporary.touch(exist_ok=False)
+            mode = temporary.stat().st_mode & 0o777
             yield temporary
+            temporary.chmod(mode)
             with temporary.open("rb") as f:
                 os.fsync(f.fileno())
             os.replace(temporary, path)
