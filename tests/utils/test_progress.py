@@ -44,6 +44,16 @@ def test_piped_output_is_plain_lines_at_intervals() -> None:
     assert "checkpoint saved: [bold]step-50[/bold]" in lines
 
 
+def test_a_figure_of_another_step_is_not_shown() -> None:
+    out = io.StringIO()
+    with Progress("p", 2, every_s=0, console=Console(file=out, width=80), clock=Clock()) as progress:
+        progress.update(1, loss=2.0, indexer_kl=0.5)
+        progress.update(2, loss=1.0)
+    first, second = out.getvalue().splitlines()
+    assert "indexer_kl 0.5" in first
+    assert "indexer_kl" not in second
+
+
 def test_an_interrupted_run_tells_where_it_stopped() -> None:
     out = io.StringIO()
     progress = Progress("p", 100, console=Console(file=out), clock=Clock())

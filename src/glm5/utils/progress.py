@@ -64,7 +64,7 @@ class Progress:
             metrics: name -> value; loss, bits_per_byte and tokens_per_second have their own wording.
         """
         self._step = step
-        self._metrics.update(metrics)
+        self._metrics = metrics  # those of this step alone: some are measured now and then
         loss = metrics.get("loss")
         if isinstance(loss, int | float):
             self._losses.append(float(loss))
