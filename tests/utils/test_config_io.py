@@ -49,11 +49,16 @@ class Run:
     steps: int = 10
     resume: bool = False
     mode: Literal["dense", "sparse"] = "dense"
+    pace: Literal["slow", "fast"] | None = None
     out: Path = Path("runs/x")
     depths: tuple[int, ...] = (1, 2, 3)
     tags: list[str] = field(default_factory=list)
     weights: dict[str, float] = field(default_factory=dict)
     model: ModelConfig = field(default_factory=nano)
+
+    def __post_init__(self) -> None:
+        if self.name == "no name":
+            raise ConfigError("name", self.name, "must be a name")
 
 
 EXAMPLE = Run(
@@ -186,9 +191,11 @@ def test_options_override_the_file_which_overrides_the_default(tmp_path: Path) -
     [
         ([], "--name"),
         (["--name", "x", "--optm.lr", "1"], r"--optm\.lr.*Perhaps you meant.*--optim\.lr"),
-        (["--name", "x", "--steps", "many"], "--steps: .*'many'$"),
-        (["--name", "x", "--optim.lr", "-1"], "optim: lr=-1.0: must be positive"),
+        (["--name", "x", "--steps", "many"], "^--steps: .*'many'$"),
+        (["--name", "x", "--optim.lr", "-1"], r"^optim\.lr=-1\.0: must be positive$"),
+        (["--name", "no name"], "^name='no name': must be a name$"),
         (["--name", "x", "--mode", "other"], "--mode"),
+        (["--name", "x", "--pace", "other"], r"one of \('(slow|fast)', '(slow|fast)'\)$"),
         (["--name", "x", "stray"], "stray"),
         (["--config"], "--config needs a file"),
         (["--config", "a", "--config=b"], "--config is given 2 times"),

@@ -236,7 +236,7 @@ def parse(
     except SystemExit as e:
         if e.code in (0, None):
             raise
-        raise UserError(_plain(complaint.getvalue()), f"See `{prog or 'the command'} --help`") from None
+        raise UserError(_plain(complaint.getvalue(), cls.__name__), f"See `{prog or 'the command'} --help`") from None
 
 
 def _split_config(argv: Sequence[str]) -> tuple[list[str], str | None]:
@@ -259,9 +259,22 @@ def _split_config(argv: Sequence[str]) -> tuple[list[str], str | None]:
     return rest, paths[0] if paths else None
 
 
-def _plain(box: str) -> str:
-    """tyro's framed complaint (drawn in Unicode or in ASCII) as one line, without its frame and hints."""
+def _plain(box: str, whole: str) -> str:
+    """tyro's framed complaint (drawn in Unicode or in ASCII) as one line, without its frame, hints and own words.
+
+    Args:
+        whole: name of the class that was parsed, which no user has typed.
+    """
     frame = r"\x1b\[[0-9;]*m|[─-╿]|-{5,}|^[|+]|[|+]$"
     lines = [re.sub(frame, "", line.strip()).strip() for line in box.splitlines()]
     text = " ".join(line for line in lines[1:] if line)
-    return re.split(r" (?:For full helptext|Argument helptext:)", text)[0].rstrip(".")
+    text = re.split(r" (?:For full helptext|Argument helptext:)", text)[0].rstrip(".")
+    text = re.sub(r"'None', |, 'None'", "", text)  # of an option that may be left out
+    found = re.match(r"Error parsing ([\w.-]+): ", text)
+    if found is None:
+        return text
+    said, part = text[found.end() :], found[1]
+    if part.startswith("--"):
+        return f"{part}: {said}"
+    # A rule of a part of the configuration names the part's field alone.
+    return f"{part}.{said}" if part != whole and re.match(r"\w[\w.]*=", said) else said
