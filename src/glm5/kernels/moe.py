@@ -28,17 +28,20 @@ def route(
     scaling: float = 1.0,
     n_group: int = 1,
     topk_group: int = 1,
+    given_NM: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Sigmoid routing with selection bias, in fp32.
 
     Args:
         logits_NE: router logits of N tokens. bias_E: e_score_correction_bias, fp32, moves the choice only.
         n_group, topk_group: experts come from the topk_group groups whose two best biased scores sum highest.
+        given_NM: int64, experts to take instead of those chosen here, as another pass recorded them; -1 in a token's
+            first place leaves the choice to this call. The weights are this call's scores of them, with gradient.
 
     Returns:
         expert_NM int64 (ties to the lower expert), weight_NM fp32, score_NE fp32 (sigmoid).
     """
-    fast = pick("route", logits_NE, bias_E) if n_group == 1 else None
+    fast = pick("route", logits_NE, bias_E) if n_group == 1 and given_NM is None else None
     if fast is not None:
         routed: tuple[Tensor, Tensor, Tensor] = fast(logits_NE, bias_E, top_k, normalise=normalise, scaling=scaling)
         return routed
@@ -51,6 +54,8 @@ def route(
         alive = torch.zeros_like(group_score, dtype=torch.bool).scatter_(-1, kept, True)
         choice_NE = grouped.masked_fill(~alive[..., None], -torch.inf).flatten(1)
     expert_NM = choice_NE.sort(dim=-1, descending=True, stable=True).indices[:, :top_k]
+    if given_NM is not None:
+        expert_NM = torch.where(given_NM[:, :1] >= 0, given_NM, expert_NM)
     weight_NM = score_NE.gather(-1, expert_NM)
     if normalise:
         weight_NM = weight_NM / (weight_NM.sum(-1, keepdim=True) + 1e-20)

@@ -46,10 +46,10 @@ class Router(nn.Module):
             self.e_score_correction_bias = bias.to(self.e_score_correction_bias.device)
         return self
 
-    def forward(self, x_ND: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """logits_NE, expert_NM, weight_NM, score_NE, all but the ids fp32."""
+    def forward(self, x_ND: Tensor, given_NM: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """logits_NE, expert_NM, weight_NM, score_NE, all but the ids fp32. given_NM: as in `kernels.moe.route`."""
         settings: dict[str, Any] = self.settings
-        fast = pick("router", x_ND, self.weight) if settings["n_group"] == 1 else None
+        fast = pick("router", x_ND, self.weight) if settings["n_group"] == 1 and given_NM is None else None
         if fast is not None:
             some = {k: settings[k] for k in ("top_k", "normalise", "scaling")}
             routed: tuple[Tensor, Tensor, Tensor, Tensor] = fast(
@@ -57,7 +57,7 @@ class Router(nn.Module):
             )
             return routed
         logits = F.linear(x_ND.float(), self.weight)
-        return logits, *route(logits, self.e_score_correction_bias, **settings)
+        return logits, *route(logits, self.e_score_correction_bias, **settings, given_NM=given_NM)
 
 
 class Experts(nn.Module):
@@ -90,7 +90,8 @@ class MoE(nn.Module):
             y = self._at_once(x_ND)
             if y is not None:
                 return y.view_as(x_BTD)
-        logits, expert, weight, score = self.gate(x_ND)
+        given = None if aux is None or aux.experts is None else aux.experts[len(aux.loads)].flatten(0, 1)
+        logits, expert, weight, score = self.gate(x_ND, given)
         if trace is not None:
             trace.router.append((logits, weight, expert))
         if aux is not None:

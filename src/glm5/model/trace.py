@@ -42,6 +42,7 @@ class Aux:
         balance: compute the sequence-wise balance loss of every MoE layer.
         logits: measure the largest attention logit per head, of MLA and GQA alike.
         valid: bool [B, T], False for padding, which then counts neither in loads nor in balance.
+        experts: of each MoE layer, int64 [B, T, M]: experts to take in place of the routers' choice (`kernels.moe.route`).
         total: where other processes hold other positions of the same sequences: sums a tensor of counts over them.
 
     After a pass, in layer order: `indexer_losses`; `balance_losses`, each summed over sequences; `loads`, int64
@@ -56,9 +57,11 @@ class Aux:
         balance: bool = False,
         logits: bool = False,
         valid: Tensor | None = None,
+        experts: Sequence[Tensor] | None = None,
         total: Callable[[Tensor], Tensor] | None = None,
     ) -> None:
         self.indexer, self.balance, self.logits, self.valid, self.total = indexer, balance, logits, valid, total
+        self.experts = experts
         self.indexer_losses: list[IndexerLoss] = []
         self.balance_losses: list[Tensor] = []
         self.loads: list[Tensor] = []

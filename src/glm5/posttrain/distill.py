@@ -114,7 +114,8 @@ class Distiller(Learner):
             numbers = torch.tensor([n for n, d in enumerate(domains) if d == domain], device=rows.rollout_BT.device)
             mask_BT = rows.mask_BT & torch.isin(rows.rollout_BT, numbers)
             held = mask_BT.any(1).nonzero().squeeze(1)  # a teacher reads no row without its domain
-            mine = replace(rows, mask_BT=mask_BT).take(held.tolist())
+            # A teacher's experts are its own, also where the policy's are replayed.
+            mine = replace(rows, mask_BT=mask_BT, experts_BTXM=None).take(held.tolist())
             teacher_BT = torch.zeros_like(own_BT)
             teacher_BT[held] = score(self.teachers[domain], mine, micro_batch=micro)
             found_BT = distillation_advantages(teacher_BT, own_BT)

@@ -19,6 +19,8 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import safetensors.torch
+import torch
+from torch import Tensor
 
 from glm5.model.glm5 import GLM5
 from glm5.model.weights import disk_tensors
@@ -69,6 +71,8 @@ class RolloutConfig:
     """Ids that the MTP block drafts in each step of the engine, which changes no answer."""
     invariant: bool = False
     """The engine's batch-invariant mode: the same bits whatever runs beside an answer; on a CPU, more slowly."""
+    router_replay: bool = False
+    """Train with the experts that the engine chose, token by token, so that routers cannot disagree."""
     memory_gib: float = 1.0
     """Of the engine's cache."""
     verifiers: int = 2
@@ -82,6 +86,8 @@ class RolloutConfig:
                 raise ConfigError(name, getattr(self, name), "must be at least 1")
         if not 0 < self.temperature <= 100:
             raise ConfigError("temperature", self.temperature, "must be above 0: greedy answers teach nothing")
+        if self.router_replay and self.invariant:
+            raise ConfigError("router_replay", True, "the engine's batch-invariant mode does not tell its experts")
         if not 0 <= self.overlong_margin <= self.max_new_tokens:
             raise ConfigError("overlong_margin", self.overlong_margin, f"must lie in [0, {self.max_new_tokens}]")
 
@@ -93,6 +99,7 @@ class Sample:
     Args:
         ids: a stop id included. info: of each. versions: of the weights that each came from.
         finish: stop or length. text: what the verifier read. verdict: None before, and where nobody asks.
+        experts: where asked for, int16 [tokens - 1, X, M]: the choice of the X MoE layers for prompt and answer.
     """
 
     ids: list[int] = field(default_factory=list)
@@ -102,6 +109,7 @@ class Sample:
     text: str = ""
     verdict: Verdict | None = None
     reward: float | None = None
+    experts: Tensor | None = None
 
 
 @dataclass
@@ -136,6 +144,7 @@ class Group:
                 first + at,
                 advantages=self.advantages[i],
                 temperature=temperature,
+                experts=self.samples[i].experts,
             )
             for at, i in enumerate(self.learned)
         ]
@@ -184,6 +193,8 @@ class Rollouts:
         settings = EngineConfig(
             memory_gib=config.memory_gib, drafts=config.drafts, invariant=config.invariant, overlap=False
         )
+        if config.router_replay and not any(map(model.config.is_moe, range(model.config.num_hidden_layers))):
+            raise ConfigError("router_replay", True, "this model has no experts")
         served = copy.deepcopy(model).eval().requires_grad_(False)
         self.engine = Engine(served, settings, tokenizer)
         self.seconds: defaultdict[str, float] = defaultdict(float)
@@ -254,23 +265,36 @@ class Rollouts:
                 n=count,
                 logprobs=0,
                 kept_set=True,
+                routed_experts=config.router_replay and not greedy,
             )
             self.engine.add(Request(ids, params, rid=str(number)))
         by_rid = {str(group.number): group for group in groups}
+        routed: defaultdict[tuple[str, int], bytearray] = defaultdict(bytearray)
         while self.engine.has_work:
             for delta in self.engine.step():
                 sample = by_rid[delta.rid].samples[delta.index]
                 sample.ids += delta.ids
                 sample.info += delta.info
                 sample.versions += [delta.version or delta.weight_version] * len(delta.ids)
+                routed[delta.rid, delta.index] += delta.routed
                 if delta.finish is not None:
                     sample.finish = delta.finish.type
         for group in groups:
             for sample in group.samples:
                 parsed = parse(self.tokenizer, sample.ids, group.prompt.tools, prompt_ids=group.prompt_ids)
                 sample.text = parsed.content
+        if config.router_replay and not greedy:
+            for (rid, index), told in routed.items():
+                by_rid[rid].samples[index].experts = self._experts(told)
         self.seconds["rollout"] += time.perf_counter() - began
         return groups
+
+    def _experts(self, told: bytearray) -> Tensor:
+        """What the engine told of an answer's tokens, of the layers that have experts."""
+        shape = self.engine.model.config
+        layers, chosen = shape.num_hidden_layers, shape.num_experts_per_tok
+        told_TLM = torch.frombuffer(told, dtype=torch.int32).view(-1, layers, chosen)
+        return told_TLM[:, [i for i in range(layers) if shape.is_moe(i)]].to(torch.int16)
 
     def judge(self, groups: Sequence[Group]) -> None:
         """Ask the verifiers about every answer; rewards are set where there is a verdict."""

@@ -19,6 +19,7 @@ from torch import Tensor
 
 from glm5.data.packing import first_and_positions, plan_rows
 from glm5.model.glm5 import GLM5
+from glm5.model.trace import Aux
 from glm5.posttrain.logprobs import ActionLogprobs, Kept, action_logprobs
 from glm5.posttrain.losses import Actions, BatchCounts
 from glm5.serve.request import TokenInfo
@@ -37,6 +38,7 @@ class Trajectory:
         advantages: one for all drawn tokens, or one a token.
         temperature: of the draws.
         kept: the ids that each drawn one was drawn from (None: all).
+        experts: int16 [L - 1, X, M], where the engine's X MoE layers sent each id but the last (None: not known).
     """
 
     ids: Sequence[int]
@@ -46,6 +48,7 @@ class Trajectory:
     advantages: float | Sequence[float] = 0.0
     temperature: float = 1.0
     kept: Sequence[Sequence[int] | None] | None = None
+    experts: Tensor | None = None
 
     def __post_init__(self) -> None:
         length = len(self.ids)
@@ -55,6 +58,9 @@ class Trajectory:
         for name, values in per_token.items():
             if isinstance(values, Sequence) and len(values) != length:
                 raise DataError(f"{name} has {len(values)} entries for {length} ids", "Give one for each id")
+        if self.experts is not None and len(self.experts) != length - 1:
+            what = f"experts has {len(self.experts)} entries for {length} ids"
+            raise DataError(what, "Give one for each id but the last")
         if length and self.drawn[0]:
             raise DataError("drawn[0] is True, and nothing comes before it", "Begin with the prompt")
         if not 0 < self.temperature < float("inf"):
@@ -71,6 +77,7 @@ class Trajectory:
         *,
         advantages: float = 0.0,
         temperature: float = 1.0,
+        experts: Tensor | None = None,
     ) -> Trajectory:
         """One prompt and an engine's answer to it, asked for with `logprobs=0` and, where draws are cut,
         `kept_set=True`."""
@@ -83,6 +90,7 @@ class Trajectory:
             advantages=advantages,
             temperature=temperature,
             kept=[*[None] * before, *(x.kept for x in info)],
+            experts=experts,
         )
 
 
@@ -97,6 +105,8 @@ class PolicyRows:
         advantages_BT, logprobs_BT (the engine's), temperature_BT: of the target, fp32.
         kept: of the B·T targets; None where no draw was cut.
         vocab_size: ids below it could be drawn; None is all that the model's head has.
+        experts_BTXM: int16, the experts that each of X MoE layers takes for the query's own id, whatever its router
+            says (router replay); -1 leaves it to the router. None: all are left to it.
     """
 
     input_BT: Tensor
@@ -109,6 +119,7 @@ class PolicyRows:
     temperature_BT: Tensor
     kept: Kept | None
     vocab_size: int | None = None
+    experts_BTXM: Tensor | None = None
 
     def __len__(self) -> int:
         return len(self.input_BT)
@@ -140,7 +151,9 @@ class PolicyRows:
 
     def logprobs(self, model: GLM5, *, sparse: bool | None = None, with_entropy: bool = False) -> ActionLogprobs:
         """The model's log π of the A actions of these rows, in the order of `mask_BT`, as they were drawn."""
-        hidden_BTD = model.hidden(self.input_BT, documents=self.first_BT, sparse=sparse)
+        replayed = self.experts_BTXM
+        aux = None if replayed is None else Aux(experts=[e_BTM.long() for e_BTM in replayed.unbind(2)])
+        hidden_BTD = model.hidden(self.input_BT, documents=self.first_BT, sparse=sparse, aux=aux)
         at_A = self.mask_BT.flatten().nonzero().squeeze(1)
         return action_logprobs(
             hidden_BTD.flatten(0, 1)[at_A],
@@ -195,6 +208,8 @@ def pack(
     advantage, logprob = np.zeros(shape, np.float32), np.zeros(shape, np.float32)
     temperature = np.ones(shape, np.float32)
     sets: dict[tuple[int, int], Sequence[int]] = {}
+    known = next((t.experts for t in trajectories if t.experts is not None), None)
+    experts = None if known is None else known.new_full((len(rows), seq_len, *known.shape[1:]), -1)
     for row, members in enumerate(rows):
         slot = 0
         for number in members:
@@ -203,6 +218,8 @@ def pack(
             ids[here], document[here], rollout[here] = t.ids, number, t.rollout
             drawn[here], temperature[here] = t.drawn, t.temperature
             advantage[here], logprob[here] = t.advantages, np.where(t.drawn, np.asarray(t.logprobs, np.float32), 0.0)
+            if experts is not None and t.experts is not None:
+                experts[row, slot : slot + len(t.experts)] = t.experts  # of the id that a query reads: nothing shifts
             for at, kept in enumerate(t.kept or ()):
                 if kept and t.drawn[at]:
                     sets[row, slot + at - 1] = kept
@@ -221,6 +238,7 @@ def pack(
         temperature_BT=torch.from_numpy(np.where(same, temperature[:, 1:], 1)),
         kept=Kept.of(kept_in_order) if sets else None,
         vocab_size=vocab_size,
+        experts_BTXM=experts,
     )
 
 
