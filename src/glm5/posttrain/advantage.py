@@ -128,18 +128,21 @@ def repair(valid: Sequence[bool]) -> Repaired:
 
 
 def repaired_advantages(
-    rewards: Sequence[float | None], baseline: Baseline = "std"
+    rewards: Sequence[float | None], baseline: Baseline = "std", beside: Sequence[float] = ()
 ) -> tuple[dict[int, float], dict[int, int]] | None:
     """Advantages of a group's valid answers (a reward of None is invalid), and how often each is there.
 
     Advantages are made before repetition, of each valid answer once: copies would pull mean and deviation towards
     whoever stands first. None where the group is dropped.
+
+    Args:
+        beside: rewards of answers that nobody learns from, and that the baseline is made of as well.
     """
     repaired = repair([r is not None for r in rewards])
     if repaired.dropped:
         return None
     unique = repaired.unique
-    made = group_advantages([r for r in rewards if r is not None], baseline)
+    made = group_advantages([*(r for r in rewards if r is not None), *beside], baseline)[: len(unique)]
     return dict(zip(unique, made, strict=True)), dict(Counter(repaired.members))
 
 

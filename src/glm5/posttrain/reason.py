@@ -101,6 +101,9 @@ class Reasoned:
 
 
 # ---------------------------------------------------------------------------------------------------- prompts
+Reader = Callable[[str], list[Prompt]]
+
+
 @dataclass(frozen=True)
 class Prompts:
     """Those to learn from, in their order; those to measure; and what difficulty left out."""
@@ -111,16 +114,19 @@ class Prompts:
     left_out: dict[str, int]
 
 
-def prepare_prompts(config: PromptConfig, seed: int) -> Prompts:
+def prepare_prompts(config: PromptConfig, seed: int, read: Reader = read_prompts) -> Prompts:
     """Read or make the prompts.
+
+    Args:
+        read: what a file's rows are read by.
 
     Raises:
         UserError: a file has bad rows (all are listed by line), a generator or an option is not known, a domain has no
             ratio, or nothing is left.
     """
     if config.data:
-        train = [p for path in config.data for p in read_prompts(path)]
-        held_out = [p for path in config.held_out for p in read_prompts(path)]
+        train = [p for path in config.data for p in read(path)]
+        held_out = [p for path in config.held_out for p in read(path)]
     else:
         train = _tasks(config.tasks, config.count, seed)
         known = {(p.messages, p.answer) for p in train}
@@ -279,19 +285,20 @@ Plan = tuple[Sequence[Prompt], Callable[[GLM5, Rollouts], Learner]]
 
 @contextmanager
 def learned(
-    config: Any, title: str, plan: Callable[[Prompts], Plan], say: Say
+    config: Any, title: str, plan: Callable[[Prompts], Plan], say: Say, read: Reader = read_prompts
 ) -> Iterator[tuple[Learner, Path, dict[str, dict[str, float]]]]:
     """What reasoning and distillation share: prepare, learn, export. Gives the learner, the model's directory, success
     of held-out prompts, while the run is still this process's alone.
 
     Args:
-        config: a resolved `ReasonConfig` or `DistillConfig`. plan: called before the policy is loaded.
+        config: a resolved `ReasonConfig` or `DistillConfig`. plan: called before the policy is loaded. read: as in
+            `prepare_prompts`.
     """
     run, kept = require_writable(config.run), replace(config, dry_run=False)
     with exclusive(run / ".rl.lock"):
         begin(run, config.checkpoint, kept)
         tokenizer = load_tokenizer(config.checkpoint)
-        prompts = prepare_prompts(config.prompts, config.learn.seed)
+        prompts = prepare_prompts(config.prompts, config.learn.seed, read)
         for line in describe(prompts):
             say(line)
         judged, make = plan(prompts)

@@ -115,7 +115,8 @@ class Sample:
 @dataclass
 class Group:
     """A prompt's answers. number: of the prompt in the run. state: what became of it, `trained` until it is dropped.
-    advantages, copies: of the answers that are learned from, by their place in `samples`."""
+    advantages, copies: of the answers that are learned from, by their place in `samples`. beside: rewards of answers by
+    others, which count in the baseline and are not learned from. parts: what rewards are made of, one an answer."""
 
     number: int
     prompt: Prompt
@@ -124,6 +125,8 @@ class Group:
     state: State = State.TRAINED
     advantages: dict[int, float] = field(default_factory=dict)
     copies: dict[int, int] = field(default_factory=dict)
+    beside: list[float] = field(default_factory=list)
+    parts: dict[str, list[float | None]] = field(default_factory=dict)
 
     @property
     def rewards(self) -> list[float | None]:
@@ -162,13 +165,18 @@ class Group:
             "no_verdict": dict(sorted(causes.items())),
             "tokens": sum(len(s.ids) for s in self.samples),
             "versions": sorted({v for s in self.samples for v in s.versions}),
+            **({"parts": self.parts} if self.parts else {}),
+            **({"beside": self.beside} if self.beside else {}),
         }
+
+
+Judges = Callable[[Sequence[Group]], Sequence[Verdict]]
 
 
 def settle(group: Group, baseline: Baseline) -> None:
     """Give a judged group its advantages, or the state in which it trains nothing."""
     repaired = repair([r is not None for r in group.rewards])
-    made = repaired_advantages(group.rewards, baseline)
+    made = repaired_advantages(group.rewards, baseline, group.beside)
     known = [r for r in group.rewards if r is not None]
     if repaired.dropped or made is None:
         group.state = State.GROUP_DROPPED
@@ -184,6 +192,8 @@ class Rollouts:
     Args:
         model: whose weights the engine begins with, as version "0". pool: None where nobody judges.
         seed: of the run's draws.
+
+    `judges` gives the verdicts on all answers of some groups, in their order: the verifiers', unless it is replaced.
     """
 
     def __init__(
@@ -197,6 +207,7 @@ class Rollouts:
             raise ConfigError("router_replay", True, "this model has no experts")
         served = copy.deepcopy(model).eval().requires_grad_(False)
         self.engine = Engine(served, settings, tokenizer)
+        self.judges: Judges = self._verified
         self.seconds: defaultdict[str, float] = defaultdict(float)
 
     @property
@@ -297,18 +308,20 @@ class Rollouts:
         return told_TLM[:, [i for i in range(layers) if shape.is_moe(i)]].to(torch.int16)
 
     def judge(self, groups: Sequence[Group]) -> None:
-        """Ask the verifiers about every answer; rewards are set where there is a verdict."""
-        assert self.pool is not None
+        """Ask `judges` about every answer; rewards are set where there is a verdict."""
         began, config = time.perf_counter(), self.config
-        samples = [(group, sample) for group in groups for sample in group.samples]
-        verdicts = self.pool.check_all([group.prompt.task(sample.text) for group, sample in samples])
-        for (_, sample), verdict in zip(samples, verdicts, strict=True):
+        samples = [sample for group in groups for sample in group.samples]
+        for sample, verdict in zip(samples, self.judges(groups), strict=True):
             sample.verdict, sample.reward = verdict, verdict.reward
             if verdict.reward is not None and config.overlong_margin:
                 sample.reward = verdict.reward + overlong_penalty(
                     len(sample.ids), config.max_new_tokens, config.overlong_margin
                 )
         self.seconds["verify"] += time.perf_counter() - began
+
+    def _verified(self, groups: Sequence[Group]) -> Sequence[Verdict]:
+        assert self.pool is not None
+        return self.pool.check_all([group.prompt.task(sample.text) for group in groups for sample in group.samples])
 
     def collect(self, source: Callable[[int, int], list[Prompt]], first: int) -> list[Group]:
         """Groups for one update, those dropped among them; prompts are numbered from `first` without gaps.
