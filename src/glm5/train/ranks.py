@@ -72,16 +72,23 @@ def check_batch(config: TrainConfig, mesh: Mesh) -> None:
     sizes += [("batch.multiple", batch.multiple)] if batch.initial != batch.final and batch.ramp else []
     for name, size in sizes:
         if size % dealt:
-            raise ConfigError(name, size, f"must be a multiple of dp={dealt}, over which rows are dealt")
+            near = max(1, round(size / dealt)) * dealt
+            raise ConfigError(
+                name, size, f"must be a multiple of dp={dealt}, over which rows are dealt: make it {near}"
+            )
         if mesh.pp == 1:
             continue
-        if size % (dealt * config.micro_batch):
-            rule = f"must be a multiple of dp x micro_batch = {dealt * config.micro_batch} in a pipeline"
-            raise ConfigError(name, size, f"{rule}, whose micro-batches have one shape")
+        whole = dealt * config.micro_batch
+        if size % whole:
+            rule = f"must be a multiple of dp x micro_batch = {whole} in a pipeline, whose micro-batches have one shape"
+            fitting = max(n for n in range(1, size // dealt + 1) if (size // dealt) % n == 0 and n < config.micro_batch)
+            raise ConfigError(name, size, f"{rule}: make it {-(-size // whole) * whole}, or micro_batch {fitting}")
         mtp_rows = max(1, round(config.mtp_share * size))
         if config.mtp_depths and mtp_rows % dealt:
             rule = f"{mtp_rows} of {size} rows train MTP, which in a pipeline must be a multiple of dp={dealt}"
-            raise ConfigError("mtp_share", config.mtp_share, rule)
+            raise ConfigError(
+                "mtp_share", config.mtp_share, f"{rule}: make it {-(-mtp_rows // dealt) * dealt / size:g}"
+            )
 
 
 class Ranks:
