@@ -20,7 +20,8 @@ from glm5.model.config import ModelConfig
 from glm5.model.glm5 import GLM5
 from glm5.model.weights import load_model
 from glm5.posttrain.advantage import distillation_advantages
-from glm5.posttrain.learner import LearnConfig, Learner, digest
+from glm5.posttrain.batched import BatchedLearner, digest
+from glm5.posttrain.learner import LearnConfig
 from glm5.posttrain.losses import LossConfig, glm5_reasoning
 from glm5.posttrain.prompts import PromptOrder
 from glm5.posttrain.reason import Plan, PromptConfig, Prompts, learned, model_config
@@ -83,26 +84,25 @@ class Distilled:
     held_out: dict[str, dict[str, float]]
 
 
-class Distiller(Learner):
+class Distiller(BatchedLearner):
     """A learner whose steps are of a teacher's log-probabilities."""
 
     order: PromptOrder
     teachers: Mapping[str, GLM5]
 
-    def step(self) -> dict[str, Any]:
+    def draw(self) -> tuple[dict[str, Any], Sequence[Group]]:
         first, count = self.ledger.next, self.rollouts.config.prompts
         groups = self.rollouts.draw(list(enumerate(self.order.prompts(first, count), first)))
         for group in groups:
             group.advantages = dict.fromkeys(range(len(group.samples)), 0.0)
             group.copies = dict.fromkeys(group.advantages, 1)
         self.divergence: dict[str, list[float]] = {}
-        metrics = {**figures(groups), **self.learn(groups, self.taught)}
+        metrics = {**figures(groups), **self.learn_groups(groups, self.taught)}
         for domain, (total, tokens) in self.divergence.items():
             metrics[f"reverse_kl/{domain}"] = total / max(1.0, tokens)
         sums = [sum(column) for column in zip(*self.divergence.values(), strict=True)]
         metrics["reverse_kl"] = sums[0] / max(1.0, sums[1])
-        self.ledger.add(self.finished_steps + 1, [g.record() for g in groups])
-        return metrics
+        return metrics, groups
 
     def taught(self, rows: PolicyRows, groups: Sequence[Group]) -> PolicyRows:
         """The rows with each token's advantage by the teacher of its domain."""
@@ -173,7 +173,7 @@ def distill(config: DistillConfig, say: Say = print) -> Distilled:
     def plan(prompts: Prompts) -> Plan:
         teachers = load_teachers(config, list(prompts.order.domains))
 
-        def make(model: GLM5, rollouts: Rollouts) -> Learner:
+        def make(model: GLM5, rollouts: Rollouts) -> BatchedLearner:
             learner = Distiller(config.learn, model, config.loss, rollouts, Path(config.run), digest(prompts.train))
             learner.order, learner.teachers = prompts.order, teachers
             return learner

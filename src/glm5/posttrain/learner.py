@@ -1,52 +1,45 @@
-"""What reinforcement learning and distillation have in common: the policy, its optimizer, the run's directory.
+"""What all reinforcement learning and distillation have in common: the policy, its optimizer, the run's directory.
 
     RUN/config.json      everything that decides the result, which --config reads
-    RUN/metrics.jsonl    a line an update, which `glm5 watch` draws
-    RUN/samples.jsonl    a line a prompt (`samples`)
+    RUN/metrics.jsonl    a line a step, which `glm5 watch` draws
     RUN/checkpoints/     to resume from; whole or not at all
     RUN/model/           the result in the public layout
 
-`Learner.run` calls `step`, which a subclass has. A step is a function of what a checkpoint holds (weights, optimizer,
-numbers of steps and prompts), so a run that was killed ends in the same bytes as one that was not, and with the same
-ledger of prompts. Weights are trained in fp32, and the engine has the same ones. Indexers and the MTP block rest: the
-policy's loss has no gradient for either. Source: report, sections 3.2 and 3.5. Read next: `reason`, `distill`.
+A step is a number of updates, then new weights for the engines, whose version is the number of steps. Subclasses say
+where its samples come from: `batched` draws them itself, `agent` takes them as they come. A step is a function of what
+a checkpoint and the run's ledger hold, so a run that was killed ends in the same bytes as one that was not. Weights are
+trained in fp32, and the engine has the same ones. The MTP block rests, and so do the indexers unless they are told to
+learn: the policy's loss has no gradient for either. Source: report, sections 3.2, 3.5 and 4.1. Read next: `batched`,
+`agent`, `glm5.train.drive`.
 """
 
 from __future__ import annotations
 
-import hashlib
-import json
 import math
-from collections.abc import Callable, Collection, Iterable, Sequence
-from dataclasses import asdict, dataclass, field
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from glm5.model.glm5 import GLM5
 from glm5.model.weights import save_model
 from glm5.posttrain.losses import LossConfig
-from glm5.posttrain.prompts import Prompt
-from glm5.posttrain.rollouts import Group, Rollouts
 from glm5.posttrain.rows import PolicyRows, Trajectory, pack
-from glm5.posttrain.samples import SampleLedger
-from glm5.posttrain.update import PolicyUpdate, freeze_indexers, score
+from glm5.posttrain.update import PolicyUpdate, freeze_indexers
 from glm5.text.tokenizer import Tokenizer
 from glm5.train.checkpoint import CheckpointStore
+from glm5.train.drive import Asked, drive
 from glm5.train.optim import MuonSplit, first_nonfinite, parameter_roles
 from glm5.train.random_state import seed_random_state
+from glm5.train.ranks import Ranks
 from glm5.train.schedule import LearningRate
-from glm5.train.stopping import stop_requests
-from glm5.utils.errors import CheckpointError, ConfigError, DataError, NumericalError
-from glm5.utils.progress import Progress
-from glm5.utils.runlog import RunLog, keep_config
+from glm5.utils.errors import CheckpointError, ConfigError, DataError
 
 # What a resumed run may change: where things lie, how much is measured and how often, how fast things are done.
 MAY_DIFFER = {"run", "save_every", "keep", "eval_every", "held_out", "memory_gib", "verifiers", "dry_run", "page_every"}
-
-
-Prepare = Callable[[PolicyRows, Sequence[Group]], PolicyRows]
 
 
 @dataclass(frozen=True)
@@ -54,9 +47,10 @@ class LearnConfig:
     """Updates of a policy. The report gives neither rates nor steps; the defaults are ours."""
 
     steps: int = 100
-    """Times that answers are drawn and learned from."""
+    """Times that the engines get new weights."""
     updates: int = 1
-    """Updates from one batch of answers, each from its own share of the groups; 1 is on-policy, as in the report."""
+    """Updates between two of these. Reasoning makes them from one batch of answers, each from its own share of the
+    groups, and 1 is on-policy, as in the report; agents take new groups for each."""
     lr: LearningRate = field(default_factory=lambda: LearningRate(peak=1e-5, final=1e-5, warmup_steps=5))
     """Learning rate, of Muon and AdamW alike."""
     weight_decay: float = 0.0
@@ -65,6 +59,8 @@ class LearnConfig:
     """Muon's momentum."""
     clip: float = 1.0
     """Largest global gradient norm."""
+    indexer_weight: float = 0.0
+    """Weight of the indexers' KL, as in pre-training; 0 freezes them, as the report does."""
     row_tokens: int = 1024
     """Tokens of a packed row; a longer answer makes its batch's rows longer."""
     micro_batch: int = 4
@@ -80,92 +76,122 @@ class LearnConfig:
         for name in ("steps", "updates", "row_tokens", "micro_batch", "save_every", "keep"):
             if getattr(self, name) < 1:
                 raise ConfigError(name, getattr(self, name), "must be at least 1")
-        for name in ("weight_decay", "clip"):
+        for name in ("weight_decay", "clip", "indexer_weight"):
             if not 0 <= getattr(self, name) < math.inf:
                 raise ConfigError(name, getattr(self, name), "must be a finite number of at least 0")
+
+
+@dataclass(frozen=True)
+class Batch:
+    """What one update reads. rollouts: how many its rollouts are numbered to. old_BT: as `PolicyUpdate` has it."""
+
+    rows: PolicyRows
+    rollouts: int
+    old_BT: Tensor | None = None
 
 
 class Learner:
     """See the module.
 
     Args:
-        model: trained in place, in fp32. loss: which. rollouts: the engine; it gets the weights after every step.
-        directory: of the run. data: a digest of the prompts, so that a run is not resumed on others.
+        model: trained in place, in fp32. loss: which. vocab_size: ids below it could be drawn.
+        directory: of the run. data: a digest of what is learned from, so that a run is not resumed on other data.
+
+    Attributes:
+        measure: figures of held-out tasks, made before the first step, every `measure_every` steps and at the end.
     """
 
     def __init__(
-        self, config: LearnConfig, model: GLM5, loss: LossConfig, rollouts: Rollouts, directory: Path, data: str
+        self, config: LearnConfig, model: GLM5, loss: LossConfig, directory: Path, data: str, vocab_size: int
     ) -> None:
         if model.dtype != torch.float32:
             raise ConfigError("dtype", str(model.dtype), "a policy is trained in float32")
-        self.config, self.model, self.rollouts, self.directory, self.data = config, model, rollouts, directory, data
+        self.config, self.model, self.directory, self.data = config, model, directory, data
+        self.vocab_size = vocab_size
         model.train()
-        freeze_indexers(model)
+        if not config.indexer_weight:
+            freeze_indexers(model)
         self.optimizer = MuonSplit(
             parameter_roles(model, model.config),
             config.lr.at(0, config.steps),
             weight_decay=config.weight_decay,
             momentum=config.momentum,
         )
-        self.update = PolicyUpdate(model, self.optimizer, loss, micro_batch=config.micro_batch, clip=config.clip)
+        self.update = PolicyUpdate(
+            model,
+            self.optimizer,
+            loss,
+            micro_batch=config.micro_batch,
+            clip=config.clip,
+            indexer_weight=config.indexer_weight,
+        )
+        self.ranks = Ranks()
         self.store = CheckpointStore(directory / "checkpoints", config.keep)
-        self.ledger = SampleLedger(directory)
+        self.measure: Callable[[], dict[str, Any]] | None = None
+        self.measure_every = 0
         self.finished_steps = 0
         self.tokens = 0
 
-    def step(self) -> dict[str, Any]:
-        """Draw, learn, and write the ledger; returns the step's metrics."""
+    # ------------------------------------------------------------------ of a subclass
+    def step(self, stop: Asked) -> dict[str, Any] | None:
+        """The updates of a step, kept in the ledger; their metrics. None: `stop` ended it before anything changed."""
         raise NotImplementedError
+
+    def push(self) -> None:
+        """Give the engines the weights, as version `finished_steps`."""
+        raise NotImplementedError
+
+    def rewind(self, state: Mapping[str, Any]) -> None:
+        """Bring the ledger to the checkpoint of `finished_steps`, whose `state` this is; empty for a fresh run."""
+        raise NotImplementedError
+
+    def kept(self) -> dict[str, Any]:
+        """What `rewind` needs."""
+        return {}
+
+    def figures(self) -> dict[str, Any]:
+        """Metrics of a step that are known at its very end."""
+        return {}
+
+    def summary(self) -> dict[str, Any]:
+        """The closing figures of a run."""
+        return {"tokens": self.tokens}
 
     # ------------------------------------------------------------------ learning
     def rows(self, trajectories: Sequence[Trajectory]) -> PolicyRows:
         """Packed, no longer than there is need for, on the model's device."""
         longest, total = max(len(t.ids) for t in trajectories), sum(len(t.ids) for t in trajectories)
         seq_len = max(longest, min(self.config.row_tokens, total)) - 1
-        return pack(trajectories, max(seq_len, 1), vocab_size=self.rollouts.engine.vocab_size).to(self.model.device)
+        return pack(trajectories, max(seq_len, 1), vocab_size=self.vocab_size).to(self.model.device)
 
-    def learn(self, groups: Sequence[Group], prepare: Prepare | None = None) -> dict[str, float]:
-        """The updates from these groups; the mean of their figures, extremes as such.
-
-        Args:
-            prepare: changes each update's rows, made of these groups, under the weights that drew the answers.
-        """
+    def learn(self, batches: Sequence[Batch]) -> dict[str, float]:
+        """An update from each; the mean of their figures, extremes as such."""
         self.optimizer.set_lr(self.config.lr.at(self.finished_steps, self.config.steps))
-        updates = min(self.config.updates, len(groups))
-        batches = []
-        for part in range(updates):
-            trajectories: list[Trajectory] = []
-            share = groups[part::updates]
-            for group in share:
-                trajectories += group.trajectories(len(trajectories), self.rollouts.config.temperature)
-            rows = self.rows(trajectories)
-            rows = prepare(rows, share) if prepare else rows
-            # The first update's old policy is the one that learns; the others' must be remembered.
-            old = score(self.model, rows, micro_batch=self.config.micro_batch) if part else None
-            batches.append((rows, len(trajectories), old))
         found = []
-        for rows, rollouts, old in batches:
-            found.append(self.update(rows, rollouts, old_BT=old))
-            self.tokens += int(rows.mask_BT.sum())
-        return _together(found)
+        for batch in batches:
+            found.append(self.update(batch.rows, batch.rollouts, old_BT=batch.old_BT))
+            self.tokens += int(batch.rows.mask_BT.sum())
+        return together(found)
 
     # ------------------------------------------------------------------ state
-    def save(self) -> Path:
+    def save(self, store: CheckpointStore | None = None) -> Path:
         """Write a checkpoint of everything that the next step depends on."""
         tensors = {"model": dict(self.model.state_dict()), "optimizer": self.optimizer.named_state()}
-        state = {"prompts": self.ledger.next, "tokens": self.tokens, "skipped": self.update.skipped, "data": self.data}
-        return self.store.save(self.finished_steps, tensors, state)
+        state = {"tokens": self.tokens, "skipped": self.update.skipped, "data": self.data, **self.kept()}
+        return (store or self.store).save(self.finished_steps, tensors, state)
 
     def resume(self) -> list[str]:
-        """Go on from the newest whole checkpoint, or begin. Returns warnings about damaged ones.
+        """Go on from the newest whole checkpoint, or begin; the engines have the weights then. Returns warnings about
+        damaged checkpoints.
 
         Raises:
-            DataError: the prompts, or the ledger, are not those of the run.
+            DataError: what is learned from, or the ledger, is not the run's.
         """
         seed_random_state(self.config.seed)
         found = self.store.load_newest(self.model.device)
         if found is None:
-            self.ledger.resume(0, 0)
+            self.rewind({})
+            self.push()
             return []
         if found.state["data"] != self.data:
             raise DataError(
@@ -181,74 +207,66 @@ class Learner:
         self.optimizer.load_named_state(found.tensors.get("optimizer", {}))
         self.finished_steps, self.tokens = found.step, found.state["tokens"]
         self.update.skipped = found.state["skipped"]
-        self.ledger.resume(found.step, found.state["prompts"])
+        self.rewind(found.state)
+        self.push()
         return list(found.warnings)
 
+    def another_store(self, directory: Path) -> CheckpointStore:
+        """For one checkpoint elsewhere."""
+        return CheckpointStore(directory, 1)
+
+    def bad_weight(self) -> str | None:
+        """The first parameter that is not finite."""
+        bad = first_nonfinite(self.model.named_parameters())
+        return bad and f"parameter {bad}"
+
     # ------------------------------------------------------------------ all of it
+    def opening(self) -> dict[str, Any]:
+        """Held-out figures before the first step."""
+        return {} if self.measure is None else self.measure()
+
+    def advance(self, stop: Asked) -> dict[str, Any] | None:
+        """One step, and its weights to the engines."""
+        metrics = self.step(stop)
+        if metrics is None:
+            return None
+        self.finished_steps += 1
+        self.push()
+        done, every = self.finished_steps, self.measure_every
+        if self.measure is not None and (done == self.config.steps or (every and done % every == 0)):
+            metrics |= self.measure()
+        return {**metrics, **self.figures(), "tokens": self.tokens}
+
+    def shown(self, metrics: dict[str, Any]) -> dict[str, float]:
+        """What a person who waits sees."""
+        return {n: metrics[n] for n in SHOWN if n in metrics}
+
     def run(
         self,
         *,
         resolved: Any,
         may_differ: Collection[str] = (),
         title: str,
-        measure: Callable[[], dict[str, Any]] | None = None,
-        measure_every: int = 0,
         on_step: Callable[[Learner], None] | None = None,
     ) -> None:
         """Learn for `config.steps`, from where the directory's newest checkpoint ended.
 
         Args:
             resolved: the dataclass to keep as the run's configuration. may_differ: fields that may change later.
-            measure: figures of held-out prompts, before the first step, every `measure_every` steps and at the end.
             on_step: called after each step (tests use it to interrupt).
 
         Raises:
-            NumericalError: a loss or a weight is not finite; the last checkpoint is from before.
-            KeyboardInterrupt: Ctrl-C or SIGTERM came; the step was finished and saved.
+            NumericalError, KeyboardInterrupt: as `drive`.
         """
-        config = self.config
-        with RunLog(self.directory) as log:
-            begun = bool(self.store.list())
-            keep_config(self.directory, resolved, begun=begun, may_differ={*MAY_DIFFER, *may_differ})
-            warnings = self.resume()
-            self.rollouts.push(self.model, self.finished_steps)
-            log.resume(self.finished_steps if begun else -1)
-            log.save_environment()
-            with (
-                Progress(title, config.steps, start=self.finished_steps) as progress,
-                stop_requests(progress.note) as stop_requested,
-            ):
-                for warning in warnings:
-                    progress.note(f"warning: {warning}")
-                if begun:
-                    progress.note(f"resumed after step {self.finished_steps} from {self.store.directory}")
-                elif measure is not None:
-                    log.log(0, **measure())
-                while self.finished_steps < config.steps:
-                    self.rollouts.seconds.clear()
-                    metrics = self.step()
-                    self.finished_steps += 1
-                    done = self.finished_steps
-                    self.rollouts.push(self.model, done)
-                    stopping = stop_requested()
-                    last = done == config.steps
-                    if measure is not None and (last or (measure_every and done % measure_every == 0)):
-                        metrics |= measure()
-                    times = {f"time/{name}": s for name, s in self.rollouts.seconds.items()}
-                    log.log(done, **metrics, **times, prompts=self.ledger.next, tokens=self.tokens)
-                    progress.update(done, **{n: metrics[n] for n in SHOWN if n in metrics})
-                    if done % config.save_every == 0 or last or stopping:
-                        bad = first_nonfinite(self.model.named_parameters())
-                        if bad is not None:
-                            raise NumericalError(f"parameter {bad} is not finite after step {done}", "Lower the rate")
-                        log.sync()
-                        self.save()
-                    if on_step is not None:
-                        on_step(self)
-                    if stopping and not last:
-                        progress.note(f"stopped after step {done}, which is saved; the same command goes on from it")
-                        raise KeyboardInterrupt
-            log.finish(prompts=self.ledger.next, tokens=self.tokens, states=dict(self.ledger.states))
+        drive(
+            self,
+            self.config.steps,
+            resolved=resolved,
+            may_differ={*MAY_DIFFER, *may_differ},
+            title=title,
+            save_every=self.config.save_every,
+            on_step=None if on_step is None else lambda: on_step(self),
+        )
 
     def export(self, tokenizer: Tokenizer) -> Path:
         """Write the model in the public layout."""
@@ -257,19 +275,13 @@ class Learner:
         return path
 
 
-SHOWN = ("reward", "reverse_kl", "frac_reward_zero_std", "entropy", "completions/mean_length", "grad_norm")
+SHOWN = (
+    *("reward", "reverse_kl", "frac_reward_zero_std", "staleness/mean", "idle/trainer", "entropy"),
+    *("completions/mean_length", "grad_norm"),
+)
 
 
-def digest(prompts: Iterable[Prompt]) -> str:
-    """Of all that decides what a run of these prompts draws and how it is judged."""
-    hashed = hashlib.sha256()
-    for p in prompts:
-        values = [p.id, [asdict(m) for m in p.messages], p.answer, p.verifier, p.domain, dict(p.info)]
-        hashed.update(json.dumps(values, sort_keys=True, default=str).encode() + b"\n")
-    return hashed.hexdigest()
-
-
-def _together(found: Sequence[dict[str, float]]) -> dict[str, float]:
+def together(found: Sequence[dict[str, float]]) -> dict[str, float]:
     """Figures of several updates as one's: extremes, the number of steps, else means."""
     joined: dict[str, float] = {}
     for name in found[0] if found else ():

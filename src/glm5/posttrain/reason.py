@@ -4,8 +4,8 @@
 
 Trainer and engine run one model definition with one deterministic top-k, ties to the lowest position, and the indexers
 rest, so both see the same positions. The engine's log-probabilities are compared with the trainer's in every step
-(`train_rollout_logprob_abs_diff`); IcePop masks what lies outside the band. The run's files are `learner`'s. Source:
-report, section 3.2. Read next: `rollouts`, `learner`, `losses`.
+(`train_rollout_logprob_abs_diff`); IcePop masks what lies outside the band. The run's files are `learner`'s and
+`batched`'s. Source: report, section 3.2. Read next: `rollouts`, `batched`, `losses`.
 """
 
 from __future__ import annotations
@@ -20,7 +20,8 @@ from typing import Any
 from glm5.model.config import ModelConfig
 from glm5.model.glm5 import GLM5
 from glm5.model.weights import load_model
-from glm5.posttrain.learner import MAY_DIFFER, LearnConfig, Learner, digest
+from glm5.posttrain.batched import BatchedLearner, digest
+from glm5.posttrain.learner import MAY_DIFFER, LearnConfig
 from glm5.posttrain.losses import LossConfig, glm5_reasoning
 from glm5.posttrain.outcome import State
 from glm5.posttrain.page import write_page
@@ -185,22 +186,21 @@ def parse_ratios(given: Sequence[str]) -> dict[str, float] | None:
 
 
 # ---------------------------------------------------------------------------------------------------- learning
-class Reasoner(Learner):
+class Reasoner(BatchedLearner):
     """A learner whose steps are of verified groups."""
 
     order: PromptOrder
     pages: int = 0
 
-    def step(self) -> dict[str, Any]:
+    def draw(self) -> tuple[dict[str, Any], Sequence[Group]]:
         groups = self.rollouts.collect(self.order.prompts, self.ledger.next)
         kept = [g for g in groups if g.state is State.TRAINED]
         metrics: dict[str, Any] = {**figures(groups), "groups": len(kept)}
         if kept:
             if self.pages and self.finished_steps % self.pages == 0:
                 self._page(kept[:2])
-            metrics |= self.learn(kept)
-        self.ledger.add(self.finished_steps + 1, [g.record() for g in groups])
-        return metrics
+            metrics |= self.learn_groups(kept)
+        return metrics, groups
 
     def _page(self, groups: Sequence[Group]) -> None:
         trajectories: list[Trajectory] = []
@@ -264,7 +264,7 @@ def reason(config: ReasonConfig, say: Say = print) -> Reasoned:
     config, _ = resolve(config)
 
     def plan(prompts: Prompts) -> Plan:
-        def make(model: GLM5, rollouts: Rollouts) -> Learner:
+        def make(model: GLM5, rollouts: Rollouts) -> BatchedLearner:
             learner = Reasoner(config.learn, model, config.loss, rollouts, Path(config.run), digest(prompts.train))
             learner.order, learner.pages = prompts.order, config.page_every
             return learner
@@ -280,13 +280,13 @@ def reason(config: ReasonConfig, say: Say = print) -> Reasoned:
 
 
 # Prompts whose answers verifiers will judge, and what makes the learner.
-Plan = tuple[Sequence[Prompt], Callable[[GLM5, Rollouts], Learner]]
+Plan = tuple[Sequence[Prompt], Callable[[GLM5, Rollouts], BatchedLearner]]
 
 
 @contextmanager
 def learned(
     config: Any, title: str, plan: Callable[[Prompts], Plan], say: Say, read: Reader = read_prompts
-) -> Iterator[tuple[Learner, Path, dict[str, dict[str, float]]]]:
+) -> Iterator[tuple[BatchedLearner, Path, dict[str, dict[str, float]]]]:
     """What reasoning and distillation share: prepare, learn, export. Gives the learner, the model's directory, success
     of held-out prompts, while the run is still this process's alone.
 
@@ -308,12 +308,9 @@ def learned(
             rollouts.refuse_long([*prompts.train, *prompts.held_out])
             learner = make(model, rollouts)
             measure = Measure(run / "held-out.json", rollouts, prompts.held_out, learner)
-            learner.run(
-                resolved=kept,
-                title=title,
-                measure=measure if prompts.held_out else None,
-                measure_every=config.eval_every,
-            )
+            if prompts.held_out:
+                learner.measure, learner.measure_every = measure, config.eval_every
+            learner.run(resolved=kept, title=title)
             path = learner.export(tokenizer)
         yield learner, path, measure.ends()
 
@@ -321,7 +318,7 @@ def learned(
 class Measure:
     """Success on held-out prompts by domain, kept by step in a file, so that a resumed run knows how it began."""
 
-    def __init__(self, path: Path, rollouts: Rollouts, prompts: Sequence[Prompt], learner: Learner) -> None:
+    def __init__(self, path: Path, rollouts: Rollouts, prompts: Sequence[Prompt], learner: BatchedLearner) -> None:
         self.path, self.rollouts, self.prompts, self.learner = path, rollouts, prompts, learner
         self.found: dict[str, dict[str, float]] = read_json(path) if path.exists() and learner.store.list() else {}
 

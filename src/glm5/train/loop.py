@@ -3,7 +3,7 @@
 A step is: rows from the loader; per micro-batch a forward pass, its summed losses divided by the whole step's counts,
 and a backward pass; then clip, update, router bias. Everything that a step depends on is in the checkpoint (weights,
 optimizer, number of samples, random state), so a run that was killed ends in the same bytes as one that was not.
-Sources: report sections 2.1 to 2.3. Read next: `rows`, `optim`, `losses`, `state`.
+Sources: report sections 2.1 to 2.3. Read next: `drive`, `rows`, `optim`, `losses`, `state`.
 """
 
 from __future__ import annotations
@@ -28,25 +28,21 @@ from glm5.model.weights import save_model
 from glm5.parallel.mesh import World
 from glm5.train.checkpoint import CheckpointStore
 from glm5.train.config import TrainConfig
+from glm5.train.drive import drive
 from glm5.train.estimate import count_parameters
 from glm5.train.losses import router_bias_update
 from glm5.train.objective import Objective
 from glm5.train.optim import MuonSplit, clip_grad_norm, first_nonfinite, parameter_roles
 from glm5.train.random_state import seed_random_state
-from glm5.train.ranks import PipelineOptions, Ranks, SilentLog, check_batch
+from glm5.train.ranks import PipelineOptions, Ranks, check_batch
 from glm5.train.rows import Rows, check_stage
 from glm5.train.state import TrainState
-from glm5.train.stopping import stop_requests
 from glm5.train.totals import Counts, IndexerFigures, Totals
-from glm5.utils.errors import NumericalError, UserError
-from glm5.utils.progress import Progress
-from glm5.utils.runlog import RunLog, keep_config
+from glm5.utils.errors import NumericalError
 
 if TYPE_CHECKING:
     from glm5.parallel.pipeline.engine import Pipeline
 
-# A rank that takes so many times the median for the same product is worth a warning.
-STRAGGLER = 1.5
 # Fields that a resumed run may change: they decide how chatty and how safe it is, not what is computed.
 MAY_DIFFER = {"log_every", "save_every", "keep"}
 
@@ -333,79 +329,45 @@ class Trainer:
             on_step: called after each step (tests use it to interrupt).
 
         Raises:
-            NumericalError: as `step`, or a weight is not finite when it is to be saved. The state is kept under
-                `failed/`, and the message names it; checkpoints hold finite weights only.
-            KeyboardInterrupt: Ctrl-C or SIGTERM came; the step was finished and saved. A second one stops at once.
+            NumericalError, KeyboardInterrupt: as `drive`.
         """
         config = self.config
-        chosen, allowed = config if resolved is None else resolved, {*MAY_DIFFER, *may_differ}
-        with self.ranks.on_main(lambda: RunLog(self.directory)) or SilentLog() as log:
-            begun = bool(self.store.list())
-            self.ranks.on_main(lambda: keep_config(self.directory, chosen, begun=begun, may_differ=allowed))
-            warnings = self.resume()
-            log.resume(self.finished_steps)
-            log.save_environment()
-            console = self.ranks.console()
-            with (
-                Progress(title or config.stage, config.steps, start=self.finished_steps, console=console) as progress,
-                stop_requests(progress.note) as stop_requested,
-            ):
-                for warning in warnings:
-                    progress.note(f"warning: {warning}")
-                if self.finished_steps:
-                    progress.note(f"resumed after step {self.finished_steps} from {self.store.directory}")
-                while self.finished_steps < config.steps:
-                    try:
-                        metrics = self.step()
-                    except NumericalError as e:
-                        raise self._failed(e) from e
-                    done = self.finished_steps
-                    if done % config.log_every == 0 or done == config.steps:
-                        log.log(done, **metrics)
-                    progress.update(done, **_shown(metrics))
-                    if metrics.get("slowest_pace", 1.0) > STRAGGLER:
-                        rank, pace = metrics["slowest_rank"], metrics["slowest_pace"]
-                        progress.note(f"warning: rank {rank} computes {pace:.1f} times as slowly as the others")
-                    stopping = self.ranks.any(stop_requested())
-                    if done % config.save_every == 0 or done == config.steps or stopping:
-                        # An expert that no token visited hurts no loss.
-                        bad = first_nonfinite((n, self.ranks.local(p)) for n, p in self._trainable())
-                        said = self.ranks.first(bad and f"parameter {bad} is not finite after step {done}")
-                        if said is not None:
-                            raise self._failed(NumericalError(said))
-                        log.sync()
-                        self.ranks.at(done - 1, "3 checkpoint")
-                        self.save()
-                    if stopping:
-                        progress.note(f"stopped after step {done}, which is saved; the same command goes on from it")
-                        break
-                    if on_step is not None:
-                        on_step(self)
-            self.store.wait()
-            self.ranks.at(-1, "4 end")
-            if self.finished_steps >= config.steps:
-                log.finish(tokens=self.tokens, samples=self.samples)
-            if self.ranks.any(
-                stop_requested()
-            ):  # also in the last step or its save: what follows the stage is not to begin
-                raise KeyboardInterrupt
+        drive(
+            self,
+            config.steps,
+            resolved=config if resolved is None else resolved,
+            may_differ={*MAY_DIFFER, *may_differ},
+            title=title or config.stage,
+            save_every=config.save_every,
+            log_every=config.log_every,
+            on_step=None if on_step is None else lambda: on_step(self),
+        )
 
-    def _failed(self, error: NumericalError) -> NumericalError:
-        """The error of a bad step, after keeping the state that it left."""
-        advice = "lower the learning rate or remove the bad data, and start again in another directory"
-        try:
-            directory = self.directory / "failed" / f"step-{self.finished_steps}"
-            store = self.ranks.store(directory, 1, self.state.places)
-            place = self.save(store)
-            store.wait()
-        except UserError as e:
-            return NumericalError(error.what, f"The state could not be saved ({e.what}); {advice}")
-        return NumericalError(error.what, f"The state is kept in {place}; {advice}")
+    def opening(self) -> dict[str, Any]:
+        """Nothing is measured before the first step."""
+        return {}
 
+    def advance(self, stop: Callable[[], bool]) -> dict[str, Any]:
+        """`step`, which waits for nobody."""
+        return self.step()
 
-def _shown(metrics: dict[str, Any]) -> dict[str, float]:
-    names = ("loss", "bits_per_byte", "mtp_loss_1", "indexer_kl", "indexer_recall", "tokens_per_second")
-    return {n: metrics[n] for n in names if n in metrics}
+    def bad_weight(self) -> str | None:
+        """The first parameter of this rank that is not finite."""
+        bad = first_nonfinite((n, self.ranks.local(p)) for n, p in self._trainable())
+        return bad and f"parameter {bad}"
+
+    def another_store(self, directory: Path) -> CheckpointStore:
+        """For one checkpoint elsewhere."""
+        return self.ranks.store(directory, 1, self.state.places)
+
+    def shown(self, metrics: dict[str, Any]) -> dict[str, float]:
+        """What a person who waits sees."""
+        names = ("loss", "bits_per_byte", "mtp_loss_1", "indexer_kl", "indexer_recall", "tokens_per_second")
+        return {n: metrics[n] for n in names if n in metrics}
+
+    def summary(self) -> dict[str, Any]:
+        """What a finished run read."""
+        return {"tokens": self.tokens, "samples": self.samples}
 
 
 def memory_mib(device: torch.device) -> float:

@@ -1,0 +1,100 @@
+"""A learner that draws its own answers, a batch a step: reasoning and distillation, wholly on-policy by default.
+
+    RUN/samples.jsonl    a line a prompt (`samples`)
+
+Read next: `reason`, `distill`, `rollouts`.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from glm5.model.glm5 import GLM5
+from glm5.posttrain.learner import Batch, LearnConfig, Learner
+from glm5.posttrain.losses import LossConfig
+from glm5.posttrain.prompts import Prompt
+from glm5.posttrain.rollouts import Group, Rollouts
+from glm5.posttrain.rows import PolicyRows, Trajectory
+from glm5.posttrain.samples import SampleLedger
+from glm5.posttrain.update import score
+from glm5.train.drive import Asked
+
+Prepare = Callable[[PolicyRows, Sequence[Group]], PolicyRows]
+
+
+class BatchedLearner(Learner):
+    """See the module. Subclasses have `draw`.
+
+    Args:
+        rollouts: the engine; it gets the weights after every step.
+    """
+
+    def __init__(
+        self, config: LearnConfig, model: GLM5, loss: LossConfig, rollouts: Rollouts, directory: Path, data: str
+    ) -> None:
+        super().__init__(config, model, loss, directory, data, rollouts.engine.vocab_size)
+        self.rollouts = rollouts
+        if rollouts.config.topk == "racing":
+            model.race(config.seed)
+        self.ledger = SampleLedger(directory)
+
+    def draw(self) -> tuple[dict[str, Any], Sequence[Group]]:
+        """Draw, and learn; the metrics, and all groups for the ledger."""
+        raise NotImplementedError
+
+    def step(self, stop: Asked) -> dict[str, Any]:
+        """Nobody is waited for, so that a stop waits for the step."""
+        self.rollouts.seconds.clear()
+        metrics, groups = self.draw()
+        self.ledger.add(self.finished_steps + 1, [g.record() for g in groups])
+        return metrics
+
+    def learn_groups(self, groups: Sequence[Group], prepare: Prepare | None = None) -> dict[str, float]:
+        """The updates from these groups; the mean of their figures, extremes as such.
+
+        Args:
+            prepare: changes each update's rows, made of these groups, under the weights that drew the answers.
+        """
+        updates = min(self.config.updates, len(groups))
+        batches = []
+        for part in range(updates):
+            trajectories: list[Trajectory] = []
+            share = groups[part::updates]
+            for group in share:
+                trajectories += group.trajectories(len(trajectories), self.rollouts.config.temperature)
+            rows = self.rows(trajectories)
+            rows = prepare(rows, share) if prepare else rows
+            # The first update's old policy is the one that learns; the others' must be remembered.
+            old_BT = score(self.model, rows, micro_batch=self.config.micro_batch) if part else None
+            batches.append(Batch(rows, len(trajectories), old_BT))
+        return self.learn(batches)
+
+    def push(self) -> None:
+        self.rollouts.push(self.model, self.finished_steps)
+
+    def kept(self) -> dict[str, Any]:
+        return {"prompts": self.ledger.next}
+
+    def rewind(self, state: Mapping[str, Any]) -> None:
+        self.ledger.resume(self.finished_steps, state.get("prompts", 0))
+
+    def figures(self) -> dict[str, Any]:
+        times = {f"time/{name}": s for name, s in self.rollouts.seconds.items()}
+        return {**times, "prompts": self.ledger.next}
+
+    def summary(self) -> dict[str, Any]:
+        return {"prompts": self.ledger.next, "states": dict(self.ledger.states), **super().summary()}
+
+
+def digest(prompts: Iterable[Prompt]) -> str:
+    """Of all that decides what a run of these prompts draws and how it is judged."""
+    hashed = hashlib.sha256()
+    for p in prompts:
+        values = [p.id, [asdict(m) for m in p.messages], p.answer, p.verifier, p.domain, dict(p.info)]
+        hashed.update(json.dumps(values, sort_keys=True, default=str).encode() + b"\n")
+    return hashed.hexdigest()
