@@ -86,23 +86,40 @@ def _closed(made: Settled, left: Sequence[Sample], state: State) -> Settled:
     return made
 
 
-def take(store: Store, groups: int, version: int, max_staleness: int, baseline: Baseline = "mean") -> Settled:
+def take(
+    store: Store,
+    groups: int,
+    version: int,
+    max_staleness: int,
+    baseline: Baseline = "mean",
+    *,
+    step: int | None = None,
+) -> Settled:
     """Settle groups in the order of their start until `groups` of them are taken, or none is ready; what is of no use
     is closed in the store at once. What was taken stays open: give `Settled.trained` to `Store.close_samples` when the
     update is made. Whoever dies between the two takes the same groups again.
 
+    Args:
+        step: number of the update that will read them. If `groups` of them are there, they are written down as its
+            own (`Store.plan`); an update that has a plan gets those groups and no others.
+
     Returns:
         up to `groups` groups; fewer if no more are ready.
     """
-    made, skip = Settled(), 0
+    made = Settled()
+    if step is not None and (planned := store.planned(step)):
+        for group in planned:
+            made.taken += settle(group, version, max_staleness, baseline).taken
+        return made
     while len(made.taken) < groups:
-        ready = store.ready(skip + 1)[skip:]
+        ready = store.ready(1, skip=len(made.taken))
         if not ready:
-            break
+            return made
         one = settle(ready[0], version, max_staleness, baseline)
         if one.closed:
             store.close_samples(one.closed)
         made.closed |= one.closed
         made.taken += one.taken
-        skip += bool(one.taken)
+    if step is not None:
+        store.plan(step, [group[0].sample.group for group in made.taken])
     return made

@@ -8,8 +8,9 @@ it was. Deliveries and closings may be repeated, since whoever sent one may have
     started -> delivered -> trained | zero_variance | stale | group_dropped | environment_failed
        \\-> cancelled (also once delivered) | environment_failed | stale
 
-Several processes may hold the store open. Order is that of starting, never of the clock. Source: the report, section
-4.1. Read next: `record`, `intake`.
+A learner writes down which groups an update reads before it makes it, so that one that starts again from a checkpoint
+makes the same updates. Several processes may hold the store open. Order is that of starting, never of the clock.
+Source: the report, section 4.1. Read next: `record`, `intake`.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ from glm5.posttrain.record import Record
 from glm5.utils.errors import DataError, FileError, UserError
 from glm5.utils.files import make_directory
 
-FORMAT = 1  # of the file; another one is refused
+FORMAT = 2  # of the file; another one is refused
 BUSY_S = 30.0  # how long to wait for another process's transaction
 
 _FULL = ("the disk is full, or a limit on the file's size is reached", "Free some space and go on: nothing is lost")
@@ -66,6 +67,12 @@ CREATE TABLE records (
     kept_sizes BLOB, kept_ids BLOB,
     rest TEXT NOT NULL,
     PRIMARY KEY (number, part)
+) WITHOUT ROWID;
+CREATE TABLE plans (
+    grp TEXT PRIMARY KEY,
+    step INTEGER NOT NULL,
+    place INTEGER NOT NULL,
+    UNIQUE (step, place)
 ) WITHOUT ROWID;
 CREATE VIEW ledger AS
 SELECT number, id, grp, task, started, delivered, outcome, reward, detail, oldest, repeats, state, closed, step,
@@ -316,9 +323,33 @@ class Store:
                 closed += 1
         return closed
 
+    def plan(self, step: int, groups: Sequence[str]) -> None:
+        """Write down, before an update is made, which groups it reads, in this order. Whoever makes it anew reads the
+        same ones (`planned`), whatever was delivered meanwhile.
+
+        Raises:
+            UserError: the update has other groups, or another update has one of these.
+        """
+        with self._writing():
+            there = self._plan(step)
+            if there and there != list(groups):
+                raise UserError(f"update {step} reads {len(there)} other groups", "Ask for them: `planned`")
+            if not there:
+                for place, name in enumerate(groups):
+                    if self._db.execute("SELECT 1 FROM plans WHERE grp = ?", (name,)).fetchone():
+                        raise UserError(f"group {name!r} belongs to another update", "A group is read once")
+                    self._db.execute("INSERT INTO plans VALUES (?, ?, ?)", (name, step, place))
+
+    def planned(self, step: int) -> list[list[Sample]]:
+        """The groups that an update reads, in its order, each with all of its samples; none if nothing was planned."""
+        return [self.group(name) for name in self._plan(step)]
+
+    def _plan(self, step: int) -> list[str]:
+        return [name for (name,) in self._rows("SELECT grp FROM plans WHERE step = ? ORDER BY place", (step,))]
+
     def rewind(self, step: int) -> int:
         """Open again what updates after `step` trained on: a learner that starts from its checkpoint of `step` has lost
-        those updates. Returns how many samples that are."""
+        those updates. Their plans stay, so that it makes the same ones. Returns how many samples that are."""
         with self._writing():
             cursor = self._db.execute(
                 "UPDATE samples SET state = NULL, closed = NULL, step = NULL WHERE state = 'trained' AND step > ?",
@@ -343,14 +374,18 @@ class Store:
             raise FileError(f"{self.path}: {started} samples, {found}", "It was written by something else")
         return counts
 
-    def ready(self, limit: int, task: str | None = None) -> list[list[Sample]]:
-        """Groups, oldest first, that have an open sample and wait for none that runs: each with all of its samples.
-        What is not asked for stays for the next time."""
+    def ready(self, limit: int, task: str | None = None, *, skip: int = 0) -> list[list[Sample]]:
+        """Groups, oldest first, that have an open sample, wait for none that runs, and are in no update's plan: each
+        with all of its samples. What is not asked for stays for the next time.
+
+        Args:
+            skip: leave so many out, from the oldest on.
+        """
         groups = self._rows(
             "SELECT grp FROM samples WHERE grp IN (SELECT grp FROM samples WHERE state IS NULL) "
-            "AND (?1 IS NULL OR task = ?1) "
-            "GROUP BY grp HAVING SUM(state IS NULL AND delivered IS NULL) = 0 ORDER BY MIN(number) LIMIT ?2",
-            (task, limit),
+            "AND grp NOT IN (SELECT grp FROM plans) AND (?1 IS NULL OR task = ?1) "
+            "GROUP BY grp HAVING SUM(state IS NULL AND delivered IS NULL) = 0 ORDER BY MIN(number) LIMIT ?2 OFFSET ?3",
+            (task, limit, skip),
         )
         return [self.group(name) for (name,) in groups]
 

@@ -274,6 +274,14 @@ class MuonSplit(torch.optim.Optimizer):
         """All state as `<parameter>.<key>` -> tensor (not a copy), for a checkpoint of tensors alone."""
         return {f"{name}.{key}": t for name, p, _ in self._named() for key, t in self.state.get(p, {}).items()}
 
+    def reset(self) -> None:
+        """Forget momenta, squares and step counts, as after a push of weights in asynchronous learning (report, section
+        4.1). fp32 masters are weights, and stay."""
+        for _, p, _ in self._named():
+            kept = {key: t for key, t in self.state.pop(p, {}).items() if key == "master"}
+            if kept:
+                self.state[p] = kept
+
     def load_named_state(self, tensors: Mapping[str, Tensor]) -> None:
         """Replace all state by copies of `named_state`'s tensors, with their dtypes.
 
