@@ -10,8 +10,9 @@ from typing import Any
 
 import pytest
 
-from glm5.serve.client import PauseMode, Stats, Unavailable, WeightUpdate
-from glm5.serve.request import Delta, Finish, Request, SamplingParams
+from glm5.serve import runner as runner_module
+from glm5.serve.client import PauseMode, Stats, Unavailable, WeightGroup, WeightUpdate
+from glm5.serve.request import Constraint, Delta, Finish, Request, SamplingParams
 from glm5.serve.runner import RequestFailed, Runner
 from glm5.utils.errors import UserError
 from support.scripted import chat_tokenizer
@@ -35,6 +36,9 @@ class Counting:
         self.fail: BaseException | None = None
         self.threads: set[int] = set()
         self.slow_s = 0.0
+        self.aside = threading.Event()  # what waits in a thread of its own goes on when it is set
+        self.aside.set()
+        self.waits = 0
 
     def _touch(self) -> None:
         self.threads.add(threading.get_ident())
@@ -81,6 +85,19 @@ class Counting:
     def settle(self) -> list[Delta]:
         return []
 
+    def _wait(self) -> None:
+        self.waits += 1
+        assert self.aside.wait(60)
+
+    def prepare(self, request: Request) -> None:
+        self._wait()
+        if request.params.constraint is not None and request.params.constraint.text == "(":
+            raise UserError("regex: '(' cannot be read", "close it")
+
+    def receive_weights(self, update: WeightUpdate) -> dict[str, Any]:
+        self._wait()
+        return {"a": update.names}
+
     def check(self, request: Request) -> int:
         return 0
 
@@ -97,13 +114,16 @@ class Counting:
         self._touch()
         return not self.running
 
-    def update_weights(self, update: WeightUpdate) -> None:
+    def update_weights(self, update: WeightUpdate, received: Any = None) -> None:
         self._touch()
+        if received is not None:
+            self.log.append(("received", received))
         if update.path == "bad":
             raise UserError("bad is no checkpoint", "name another")
         self.weight_version = update.weight_version or self.weight_version
 
     def join_group(self, group: Any) -> None:
+        self._wait()
         self.log.append(group)
 
     def leave_group(self, group_name: str) -> None:
@@ -411,6 +431,74 @@ def test_commands_reach_the_engine_and_their_errors_the_caller() -> None:
         assert len(await collect(runner, request())) == 5
 
     run(test)
+
+
+def test_a_constraint_is_compiled_while_others_are_answered(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(runner_module, "MOST_COMPILING", 4)
+
+    async def test(runner: Runner, engine: Counting) -> None:
+        engine.aside.clear()
+        texts = ["(", "[0-9]+", "[a-z]+", "x"]
+        asked = [request(10 * i, constraint=Constraint("regex", text)) for i, text in enumerate(texts)]
+        waiting = [asyncio.create_task(collect(runner, r)) for r in asked]
+        await until(lambda: engine.waits == 2)  # the others wait for a thread
+        with pytest.raises(Unavailable, match="4 requests wait"):
+            await runner.generate(request(constraint=Constraint("regex", "y")))
+        assert len(await collect(runner, request())) == 5
+        assert not any(task.done() for task in waiting)
+        waiting[3].cancel()
+        engine.aside.set()
+        with pytest.raises(UserError, match="cannot be read"):
+            await waiting[0]
+        assert [len(await task) for task in waiting[1:3]] == [5, 5]
+        assert engine.waits == 3  # nobody compiled for the one that was cancelled
+        assert set(engine.requests) >= {asked[1].rid, asked[2].rid}
+        assert not {asked[0].rid, asked[3].rid} & set(engine.requests)
+        assert runner._compiling == 0
+        assert len(await collect(runner, asked[3])) == 5
+
+    run(test)
+
+
+def test_groups_are_joined_and_weights_arrive_while_others_are_answered() -> None:
+    async def test(runner: Runner, engine: Counting) -> None:
+        engine.aside.clear()
+        group = WeightGroup("127.0.0.1", 1, 1, 2)
+        joining = asyncio.create_task(runner.join_group(group))
+        updates = [WeightUpdate("distributed", names=(n,), weight_version=n) for n in ("5", "6")]
+        updating = [asyncio.create_task(runner.update_weights(update)) for update in updates]
+        await until(lambda: engine.waits == 2)  # the second update waits for the first
+        assert len(await collect(runner, request())) == 5
+        assert runner.weight_version == "1"
+        assert not joining.done()
+        engine.aside.set()
+        await asyncio.gather(joining, *updating)
+        assert group in engine.log
+        assert [entry for entry in engine.log if entry is not group] == [
+            ("received", {"a": ("5",)}),
+            ("received", {"a": ("6",)}),
+        ]
+        assert runner.weight_version == "6"
+
+    run(test)
+
+
+def test_whoever_waits_for_a_group_hears_of_the_end() -> None:
+    async def main() -> None:
+        engine = Counting()
+        runner = Runner(engine, chat_tokenizer(), "m")
+        await runner.start()
+        engine.aside.clear()
+        joining = asyncio.create_task(runner.join_group(WeightGroup("127.0.0.1", 1, 1, 2)))
+        await until(lambda: engine.waits == 1)
+        await runner.stop()
+        try:
+            with pytest.raises(Unavailable, match="stopping"):
+                await asyncio.wait_for(joining, 60)
+        finally:
+            engine.aside.set()
+
+    asyncio.run(main())
 
 
 def test_before_the_start_and_after_the_end_nothing_is_accepted() -> None:

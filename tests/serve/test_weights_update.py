@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import socket
 import subprocess
 import sys
@@ -13,7 +14,10 @@ from glm5.model.weights import disk_tensors
 from glm5.serve.client import WeightGroup, WeightUpdate
 from glm5.serve.config import EngineConfig
 from glm5.serve.engine import Engine
+from glm5.serve.request import Request, SamplingParams
+from glm5.serve.runner import Runner
 from glm5.utils.errors import CheckpointError, UserError
+from support.scripted import chat_tokenizer
 from support.tiny import tiny_model
 
 SENDER = """
@@ -37,13 +41,15 @@ def free_port() -> int:
         return s.getsockname()[1]
 
 
+def start_sender(port: int, program: str) -> subprocess.Popen[str]:
+    paths = [p for p in sys.path if p]
+    command = [sys.executable, "-c", f"import sys; sys.path[:0] = {paths!r}\n{program}", str(port)]
+    return subprocess.Popen(command, stdin=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+
+
 def test_a_trainer_sends_its_weights() -> None:
-    port, paths = free_port(), [p for p in sys.path if p]
-    sender = subprocess.Popen(
-        [sys.executable, "-c", f"import sys; sys.path[:0] = {paths!r}\n{SENDER}", str(port)],
-        stderr=subprocess.PIPE,
-        text=True,
-    )
+    port = free_port()
+    sender = start_sender(port, SENDER)
     try:
         engine = Engine(tiny_model(0).eval(), EngineConfig(pages=4, context=128))
         engine.join_group(WeightGroup("127.0.0.1", port, 1, 2, "trainer", "gloo"))
@@ -74,6 +80,99 @@ def test_a_trainer_sends_its_weights() -> None:
         engine.leave_group("trainer")
         with pytest.raises(UserError, match="was not joined"):
             engine.update_weights(update)
+    finally:
+        _, said = sender.communicate(timeout=60)
+    assert sender.returncode == 0, said
+
+
+LATE = """
+import sys
+from glm5.serve.client import WeightGroup
+from glm5.serve.weights import Joined
+from glm5.model.weights import disk_tensors
+from support.tiny import tiny_model
+
+group = Joined(WeightGroup("127.0.0.1", int(sys.argv[1]), 0, 2, "trainer", "gloo"))
+sys.stdin.readline()  # until it is told to send
+for name, tensor in disk_tensors(tiny_model(1)):
+    group.broadcast(tensor.contiguous())
+sys.stdin.readline()
+"""
+
+
+def test_answers_go_on_while_a_group_is_joined_and_while_it_sends() -> None:
+    sent = dict(disk_tensors(tiny_model(1)))
+    shapes = tuple(tuple(t.shape) for t in sent.values())
+    update = WeightUpdate(
+        "distributed",
+        names=tuple(sent),
+        dtypes=("float32",) * len(sent),
+        shapes=shapes,
+        group_name="trainer",
+        weight_version="1",
+    )
+    asked = [Request([5, 6, 7], SamplingParams(max_new_tokens=8, temperature=0, ignore_eos=True)) for _ in range(4)]
+
+    async def ids(runner: Runner, request: Request) -> list[int]:
+        return [id async for delta in await runner.generate(request) for id in delta.ids]
+
+    async def told(sender: subprocess.Popen[str]) -> None:
+        assert sender.stdin is not None
+        sender.stdin.write("\n")
+        sender.stdin.flush()
+
+    async def main() -> None:
+        engine = Engine(tiny_model(0).eval(), EngineConfig(pages=8, context=128))
+        runner = Runner(engine, chat_tokenizer(), "m")
+        await runner.start()
+        port = free_port()
+        joining = asyncio.create_task(runner.join_group(WeightGroup("127.0.0.1", port, 1, 2, "trainer", "gloo")))
+        sender: subprocess.Popen[str] | None = None
+        try:
+            async with asyncio.timeout(120):
+                before = await ids(runner, asked[0])  # nobody is there to be joined
+                assert not joining.done()
+                with pytest.raises(UserError, match="not joined yet"):
+                    await runner.leave_group("trainer")
+                sender = start_sender(port, LATE)
+                await joining
+                updating = asyncio.create_task(runner.update_weights(update))
+                assert await ids(runner, asked[1]) == before  # nothing was sent
+                assert runner.weight_version == "0"
+                await told(sender)
+                await updating
+                assert runner.weight_version == "1"
+                assert await ids(runner, asked[2]) != before
+                for name, tensor in disk_tensors(engine.model):
+                    assert torch.equal(tensor, sent[name]), name
+                await runner.leave_group("trainer")
+                await told(sender)
+        finally:
+            if sender is not None:
+                _, said = sender.communicate(timeout=60)
+                assert sender.returncode == 0, said
+            await runner.stop()
+            engine.close()
+
+    asyncio.run(main())
+
+
+def test_a_sender_that_goes_is_an_error_and_the_weights_stay() -> None:
+    port = free_port()
+    sender = start_sender(port, LATE.partition("sys.stdin")[0])  # it joins, and is gone
+    try:
+        engine = Engine(tiny_model(0).eval(), EngineConfig(pages=4, context=128))
+        engine.join_group(WeightGroup("127.0.0.1", port, 1, 2, "trainer", "gloo"))
+        before = engine.checksum()
+        names = ("model.norm.weight",)
+        shape = (engine.model.config.hidden_size,)
+        update = WeightUpdate(
+            "distributed", names=names, dtypes=("float32",), shapes=(shape,), group_name="trainer", weight_version="1"
+        )
+        with pytest.raises(UserError, match=r"model\.norm\.weight did not come over trainer"):
+            engine.update_weights(update)
+        assert (engine.checksum(), engine.weight_version) == (before, "0")
+        engine.leave_group("trainer")
     finally:
         _, said = sender.communicate(timeout=60)
     assert sender.returncode == 0, said

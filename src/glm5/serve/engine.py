@@ -16,12 +16,13 @@ server's. Source: report section 3 (the engine of the rollouts). Read next: `sch
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from typing import Any, Protocol
 
 import torch
+from torch import Tensor
 
 from glm5.model.glm5 import GLM5
 from glm5.model.paged import PagedCache
@@ -169,6 +170,14 @@ class Engine:
         self._refuse(request)
         keys = page_keys(request.input_ids[:-1], PAGE_SIZE)
         return len(self.tree.match(keys)) * PAGE_SIZE
+
+    def prepare(self, request: Request) -> None:
+        """Compile what the request is constrained to, in any thread, so that `add` finds it: it may take a second.
+
+        Raises:
+            UserError: it cannot be read, or is too large.
+        """
+        self._sampler.check(request.params)
 
     def _refuse(self, request: Request) -> None:
         if self.resting is not None:
@@ -332,24 +341,35 @@ class Engine:
         return True
 
     @torch.no_grad()
-    def update_weights(self, update: WeightUpdate) -> None:
+    def update_weights(self, update: WeightUpdate, received: Mapping[str, Tensor] | None = None) -> None:
         """Replace the weights, MTP block included, all or none.
+
+        Args:
+            received: what `receive_weights` gave of them, where that was called.
 
         Raises:
             UserError: they cannot be read or do not fit.
         """
         self._untold += self._land()
-        self._weights.apply(update)
+        self._weights.apply(update, received)
         self.lending.end_loads()
         before, self.weight_version = self.weight_version, update.weight_version or self.weight_version
         self.scheduler.set_version(self.weight_version, keep=not update.flush_cache and self.weight_version != before)
 
+    def receive_weights(self, update: WeightUpdate) -> dict[str, Tensor]:
+        """Wait in any thread for the tensors that a group sends; steps go on, with the weights that are there.
+
+        Raises:
+            UserError: see `WeightSource.receive`.
+        """
+        return self._weights.receive(update)
+
     def join_group(self, group: WeightGroup) -> None:
-        """Join a process group over which weights will come."""
+        """Join, in any thread, a process group over which weights will come; it may take minutes."""
         self._weights.join(group)
 
     def leave_group(self, group_name: str) -> None:
-        """Leave it."""
+        """Leave it, in any thread."""
         self._weights.leave(group_name)
 
     def checksum(self) -> dict[str, str]:

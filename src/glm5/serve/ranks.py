@@ -36,7 +36,7 @@ from glm5.parallel.inference import Share
 from glm5.parallel.mesh import World
 from glm5.serve.client import WeightUpdate
 from glm5.serve.lockstep import Kind, Lockstep
-from glm5.serve.weights import WeightSource, unpacked
+from glm5.serve.weights import WeightSource
 from glm5.utils.errors import CheckpointError, UserError
 
 # Without a word from its leader, after which a follower gives up; it hears one every `lockstep.TICK_SECONDS`.
@@ -370,9 +370,8 @@ class LedWeights(WeightSource):
     def _public(self, names: Iterable[str]) -> set[str]:
         return self._names._public(names)
 
-    def apply(self, update: WeightUpdate) -> None:
-        if self.released:
-            raise UserError("the memory of the weights was released", "Resume it first: /resume_memory_occupation")
+    def apply(self, update: WeightUpdate, received: Mapping[str, Tensor] | None = None) -> None:
+        self._check_memory()
         if update.source == "disk":
             self._leader.do("load", update.path, kind=Kind.ALL)
             self.missing.clear()
@@ -380,7 +379,7 @@ class LedWeights(WeightSource):
         problem: UserError | None = None
         tensors: dict[str, Tensor] = {}
         try:
-            tensors = unpacked(update) if update.source == "tensor" else self._received(update)
+            tensors = self._sent(update, received)
             assign_tensors(self._whole, tensors)  # which has no memory: names, shapes and values are looked at
         except UserError as error:
             problem = error

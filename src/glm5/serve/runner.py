@@ -2,8 +2,10 @@
 
 The thread alone touches the engine. What the server wants arrives as commands in one queue, carried out between two
 steps, or, with an engine that overlaps, while one runs. What a step yields goes back to the event loop in one call,
-when the next one has begun. An engine that raises `RequestFailed` loses those requests; any other exception ends them
-all, and `failure` says why. Read next: `http.app`.
+when the next one has begun. Two things take long and need nothing of a step, so they have threads of their own: to
+compile a constraint, for which its request waits alone, and to wait for a process group and for what it sends. An
+engine that raises `RequestFailed` loses those requests; any other exception ends them all, and `failure` says why. Read
+next: `http.app`.
 """
 
 from __future__ import annotations
@@ -13,18 +15,23 @@ import logging
 import queue
 import threading
 import uuid
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from typing import Any, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 from glm5.serve.client import PauseMode, Stats, Unavailable, WeightGroup, WeightUpdate
 from glm5.serve.request import Delta, Finish, Request, SamplingParams
 from glm5.text.tokenizer import Tokenizer
 from glm5.utils.errors import UserError
 
+if TYPE_CHECKING:
+    from torch import Tensor
+
 T = TypeVar("T")
 log = logging.getLogger(__name__)
+COMPILERS = 2  # constraints that are compiled at a time
+MOST_COMPILING = 64  # requests that wait for that; more are refused
 
 
 class RequestFailed(Exception):
@@ -36,7 +43,8 @@ class RequestFailed(Exception):
 
 
 class Engine(Protocol):
-    """What the runner drives. Every method is called from its thread.
+    """What the runner drives. Every method is called from its thread, but for four that may wait: `prepare`,
+    `receive_weights`, `join_group` and `leave_group` have a thread of their own for each call.
 
     `abort` ends a request without a word: the runner itself tells the waiting side. `pause` with mode keep or retract
     prepares for a time without steps. Either `step` is called, or, where `overlap` says so, `advance` and `settle`,
@@ -55,6 +63,7 @@ class Engine(Protocol):
     def has_work(self) -> bool: ...
     @property
     def flying(self) -> bool: ...
+    def prepare(self, request: Request) -> None: ...
     def check(self, request: Request) -> int: ...
     def return_lease(self, name: str) -> None: ...
     def add(self, request: Request) -> None: ...
@@ -65,7 +74,8 @@ class Engine(Protocol):
     def pause(self, mode: PauseMode) -> None: ...
     def resume(self) -> None: ...
     def flush_cache(self) -> bool: ...
-    def update_weights(self, update: WeightUpdate) -> None: ...
+    def receive_weights(self, update: WeightUpdate) -> dict[str, Tensor]: ...
+    def update_weights(self, update: WeightUpdate, received: Mapping[str, Tensor] | None = None) -> None: ...
     def join_group(self, group: WeightGroup) -> None: ...
     def leave_group(self, group_name: str) -> None: ...
     def checksum(self) -> dict[str, str]: ...
@@ -129,6 +139,9 @@ class Runner:
         self._loop: asyncio.AbstractEventLoop | None = None
         self._failure: str | None = "the engine has not started"
         self._names: set[str] = set()  # of the event loop's side: requests that somebody reads
+        self._compilers = asyncio.Semaphore(COMPILERS)
+        self._compiling = 0
+        self._updating = asyncio.Lock()
         # Of the thread's side: what has not ended, and what a `wait` pause holds back.
         self._open: dict[str, _Open] = {}
         self._held: list[Request] = []
@@ -174,6 +187,7 @@ class Runner:
         self._names.add(request.rid)
         inbox: asyncio.Queue[Delta] = asyncio.Queue()
         try:
+            await self._prepare(request)
             await self.call(lambda: self._add(request, inbox))
         except BaseException:
             self._names.discard(request.rid)
@@ -206,13 +220,19 @@ class Runner:
         return await self.call(self._engine.flush_cache)
 
     async def update_weights(self, update: WeightUpdate) -> None:
-        await self.call(lambda: self._engine.update_weights(update))
+        """As `Backend.update_weights`. What a group sends arrives while steps go on, and counts from one step to the
+        next; updates are made in the order in which they are asked for."""
+        async with self._updating:
+            received: Mapping[str, Tensor] | None = None
+            if update.source == "distributed":
+                received = await self._aside(lambda: self._engine.receive_weights(update))
+            await self.call(lambda: self._engine.update_weights(update, received))
 
     async def join_group(self, group: WeightGroup) -> None:
-        await self.call(lambda: self._engine.join_group(group))
+        await self._aside(lambda: self._engine.join_group(group))
 
     async def leave_group(self, group_name: str) -> None:
-        await self.call(lambda: self._engine.leave_group(group_name))
+        await self._aside(lambda: self._engine.leave_group(group_name))
 
     async def checksum(self) -> dict[str, str]:
         return await self.call(self._engine.checksum)
@@ -225,6 +245,7 @@ class Runner:
 
     async def check(self, request: Request) -> int:
         """See `Engine.check`."""
+        await self._prepare(request)
         return await self.call(lambda: self._engine.check(request))
 
     async def return_lease(self, name: str) -> None:
@@ -253,8 +274,40 @@ class Runner:
     def _running_count(self) -> int:
         return len(self._open) - len(self._held)
 
+    async def _prepare(self, request: Request) -> None:
+        """Compile the constraint of a request, if it has one."""
+        if request.params.constraint is None:
+            return
+        if self._compiling >= MOST_COMPILING:
+            raise Unavailable(f"{self._compiling} requests wait for their constraints to be compiled. Try again later")
+        self._compiling += 1
+        try:
+            async with self._compilers:
+                await self._aside(lambda: self._engine.prepare(request))
+        finally:
+            self._compiling -= 1
+
+    async def _aside(self, work: Callable[[], T]) -> T:
+        """Carry out `work` in a thread of its own, whatever the engine does; its exception is raised here."""
+        result, run = self._asked(work)
+        threading.Thread(target=run, name="aside", daemon=True).start()
+        return await self._result(result)
+
     async def call(self, work: Callable[[], T]) -> T:
         """Carry out `work` in the engine's thread between two steps; its exception is raised here."""
+
+        def counted() -> T:
+            try:
+                return work()
+            finally:
+                self._stats = self._engine.stats()  # whoever asks next is told what this has changed
+
+        result, run = self._asked(counted)
+        self._commands.put(run)
+        return await self._result(result)
+
+    def _asked(self, work: Callable[[], T]) -> tuple[asyncio.Future[T], Callable[[], None]]:
+        """Where the result of `work` will be, and what carries it out, in any thread."""
         if self._failure:
             raise Unavailable(self._failure)
         loop = asyncio.get_running_loop()
@@ -268,14 +321,17 @@ class Runner:
             else:
                 done.set_result(result)  # type: ignore[arg-type]
 
-        def command() -> None:
+        def run() -> None:
             try:
                 result, error = work(), None
             except Exception as caught:
                 result, error = None, caught
-            loop.call_soon_threadsafe(settle, result, error)
+            with suppress(RuntimeError):  # the event loop has ended
+                loop.call_soon_threadsafe(settle, result, error)
 
-        self._commands.put(command)
+        return done, run
+
+    async def _result(self, done: asyncio.Future[T]) -> T:
         while True:  # a command behind a fatal error is never carried out
             finished, _ = await asyncio.wait({done}, timeout=1.0)
             if finished:

@@ -18,6 +18,7 @@ Read next: `answer`, `race`, `grammar`, `stops`.
 from __future__ import annotations
 
 import secrets
+import threading
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import islice
@@ -93,6 +94,7 @@ class Sampler:
         self.vocab_size, self.eos_ids, self.tokenizer = vocab_size, tuple(eos_ids), tokenizer
         self._marks = Marks(tokenizer.special if tokenizer is not None else {})
         self._compiler: GrammarCompiler | None = None
+        self._first = threading.Lock()  # constraints are compiled in any thread
 
     # ------------------------------------------------------------------------------------------ before the first id
     def check(self, params: SamplingParams) -> None:
@@ -132,8 +134,9 @@ class Sampler:
 
     def _grammar(self, constraint: Constraint) -> Grammar:
         assert self.tokenizer is not None
-        if self._compiler is None:
-            self._compiler = GrammarCompiler(self.tokenizer)
+        with self._first:
+            if self._compiler is None:
+                self._compiler = GrammarCompiler(self.tokenizer)
         return self._compiler.compile(constraint)
 
     # ------------------------------------------------------------------------------------------ a step

@@ -1,14 +1,17 @@
 """New weights for a running engine: from a checkpoint, from tensors in a request, or over a process group.
 
 A trainer that sends over a group joins it as rank 0 with `Joined` and broadcasts the tensors of each update in their
-names' order, as slime and others do. Read next: `glm5.model.weights.assign_tensors`, `engine`.
+names' order, as slime and others do. What waits for others (`join`, `receive`, `leave`) may be called in any thread,
+so that steps go on meanwhile; what changes the model is called between two steps. Read next:
+`glm5.model.weights.assign_tensors`, `engine`.
 """
 
 from __future__ import annotations
 
 import atexit
 import hashlib
-from collections.abc import Iterable, Iterator
+import threading
+from collections.abc import Iterable, Iterator, Mapping
 from datetime import timedelta
 from pathlib import Path
 
@@ -48,16 +51,19 @@ class WeightSource:
         self.missing: set[str] = set()
         self.released = False
         self._forms: list[tuple[Tensor, tuple[int, ...], tuple[int, ...]]] = []
-        self._groups: dict[str, Joined] = {}
+        self._groups: dict[str, Joined | None] = {}  # None: it is being joined
+        self._changing = threading.Lock()  # the table of groups
 
-    def apply(self, update: WeightUpdate) -> None:
+    def apply(self, update: WeightUpdate, received: Mapping[str, Tensor] | None = None) -> None:
         """Replace the weights that the update names.
+
+        Args:
+            received: what `receive` gave; without, it is called here.
 
         Raises:
             UserError: they cannot be read, or do not fit; the old ones stay.
         """
-        if self.released:
-            raise UserError("the memory of the weights was released", "Resume it first: /resume_memory_occupation")
+        self._check_memory()
         if update.source == "disk":
             new = load_model(Path(update.path), device=self.model.device, dtype=self.model.dtype)
             if new.config.replace(dtype=self.model.config.dtype) != self.model.config:
@@ -66,7 +72,7 @@ class WeightSource:
             self.model.load_state_dict(new.state_dict())
             self.missing.clear()
         else:
-            tensors = unpacked(update) if update.source == "tensor" else self._received(update)
+            tensors = self._sent(update, received)
             assign_tensors(self.model, tensors)
             self.missing -= self._public(tensors.keys()) if self.missing else set()
         self.model.forget_joined()
@@ -107,37 +113,81 @@ class WeightSource:
                 found.add(name)
         return found - {"lm_head.weight"} if tied else found
 
+    def _check_memory(self) -> None:
+        if self.released:
+            raise UserError("the memory of the weights was released", "Resume it first: /resume_memory_occupation")
+
+    def _sent(self, update: WeightUpdate, received: Mapping[str, Tensor] | None) -> dict[str, Tensor]:
+        if update.source == "tensor":
+            return unpacked(update)
+        return dict(self.receive(update) if received is None else received)
+
+    # ------------------------------------------------------------------ in any thread
     def join(self, group: WeightGroup) -> None:
         """Join a group as rank `rank_offset`. Returns when all its ranks are there.
 
         Raises:
             UserError: the name is in use, or the others did not come.
         """
-        if group.group_name in self._groups:
-            raise UserError(f"group_name={group.group_name!r} is joined already", "Leave it first, or use another name")
-        self._groups[group.group_name] = Joined(group)
+        name = group.group_name
+        with self._changing:
+            if name in self._groups:
+                raise UserError(f"group_name={name!r} is joined already", "Leave it first, or use another name")
+            self._groups[name] = None
+        member: Joined | None = None
+        try:
+            member = Joined(group)
+        finally:
+            with self._changing:
+                if member is None:
+                    del self._groups[name]
+                else:
+                    self._groups[name] = member
 
     def leave(self, name: str) -> None:
-        """Raises UserError if it was not joined."""
-        self._group(name).leave()
-        del self._groups[name]
+        """Leave a group, when the tensors that are on their way have come.
+
+        Raises:
+            UserError: it was not joined.
+        """
+        group = self._group(name)
+        with group.busy:
+            group.leave()
+        with self._changing:
+            if self._groups.get(name) is group:
+                del self._groups[name]
 
     def _group(self, name: str) -> Joined:
-        if name not in self._groups:
-            raise UserError(f"group_name={name!r} was not joined", "Join it with /init_weights_update_group")
-        return self._groups[name]
+        with self._changing:
+            if name not in self._groups:
+                raise UserError(f"group_name={name!r} was not joined", "Join it with /init_weights_update_group")
+            group = self._groups[name]
+        if group is None:
+            raise UserError(f"group_name={name!r} is not joined yet", "Wait until /init_weights_update_group answers")
+        return group
 
-    def _received(self, update: WeightUpdate) -> dict[str, Tensor]:
-        """Every tensor is received, whatever it is, so that sender and receiver stay in step."""
+    def receive(self, update: WeightUpdate) -> dict[str, Tensor]:
+        """The tensors that a group sends for this update. Every one is received, whatever it is, so that sender and
+        receiver stay in step. One update of a group at a time; others wait.
+
+        Raises:
+            UserError: the group was not joined, a dtype is unknown, or the sender is gone.
+        """
+        self._check_memory()
         group = self._group(update.group_name)
         dtypes = [dtype.removeprefix("torch.") for dtype in update.dtypes]
         unknown = next((dtype for dtype in dtypes if dtype not in DTYPES), None)
         if unknown is not None:
             raise UserError(f"dtypes: {unknown!r}", f"Send one of {', '.join(DTYPES)}")
         received = {}
-        for name, dtype, shape in zip(update.names, dtypes, update.shapes, strict=True):
-            received[name] = torch.empty(shape, dtype=DTYPES[dtype], device=self.model.device)
-            group.broadcast(received[name])
+        with group.busy:
+            for name, dtype, shape in zip(update.names, dtypes, update.shapes, strict=True):
+                received[name] = torch.empty(shape, dtype=DTYPES[dtype], device=self.model.device)
+                try:
+                    group.broadcast(received[name])
+                except RuntimeError as error:
+                    what = f"{name} did not come over {update.group_name}: {str(error).splitlines()[0]}"
+                    raise UserError(what, "Leave the group, and join a new one") from None
         return received
 
 
@@ -149,12 +199,17 @@ class Joined:
     Args:
         group: where its ranks meet. Returns when all are there.
 
+    Attributes:
+        busy: held while tensors are received, so that updates do not mix.
+
     Raises:
         UserError: the others did not come in time, or the address is not to be reached.
     """
 
     def __init__(self, group: WeightGroup) -> None:
         from torch.distributed import distributed_c10d as c10d
+
+        self.busy = threading.Lock()
 
         address = f"tcp://{group.master_address}:{group.master_port}"
         try:
@@ -182,7 +237,8 @@ class Joined:
 
     def broadcast(self, tensor: Tensor) -> None:
         """Send `tensor` from rank 0, or receive it, in place, elsewhere."""
-        assert self._group is not None, "it was left"
+        if self._group is None:
+            raise UserError("the group was left", "Join it again")
         dist.broadcast(tensor, src=0, group=self._group)
 
     def leave(self) -> None:
