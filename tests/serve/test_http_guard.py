@@ -66,7 +66,7 @@ def test_key_is_asked_for_everywhere_but_for_health() -> None:
 
 
 def test_wrong_settings_are_refused() -> None:
-    for wrong in ({"api_key": ""}, {"port": 70000}, {"max_body_bytes": 0}, {"request_timeout_s": -1}, {"drain_s": -1}):
+    for wrong in ({"api_key": ""}, {"port": 70000}, {"max_body_bytes": 0}, {"head_timeout_s": 0}, {"drain_s": -1}):
         with pytest.raises(UserError):
             HttpOptions(**wrong)  # type: ignore[arg-type]
     assert HttpOptions().host == "127.0.0.1"
@@ -121,6 +121,45 @@ def test_body_that_never_ends_is_408() -> None:
             head = "POST /v1/completions HTTP/1.1", "Host: x", "Content-Type: application/json", "Content-Length: 100"
             connection.sendall("\r\n".join([*head, "", "{"]).encode())
             assert b" 408 " in connection.recv(4096)
+
+
+HEALTH = b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n"
+
+
+HALF = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nX-Slow: "
+
+
+@pytest.mark.parametrize(("first", "half"), [(b"", b""), (b"", HALF), (HEALTH, HALF)], ids=["nothing", "half", "later"])
+def test_head_that_never_ends_is_408(first: bytes, half: bytes) -> None:
+    with served(Scripted(), HttpOptions(head_timeout_s=1.0)) as address:
+        host, port = address.removeprefix("http://").split(":")
+        with socket.create_connection((host, int(port)), timeout=20) as connection:
+            if first:
+                connection.sendall(first)
+                assert b" 200 OK" in read_answer(connection)
+            connection.sendall(half)
+            said = b""
+            while part := connection.recv(4096):  # until the server closes
+                said += part
+            assert said.startswith(b"HTTP/1.1 408 ")
+            assert b"Send it faster" in said
+        assert httpx.get(f"{address}/health").status_code == 200
+
+
+def read_answer(connection: socket.socket) -> bytes:
+    said = b""
+    while b"\r\n\r\n" not in said or not said.endswith(b"}"):
+        said += connection.recv(4096)
+    return said
+
+
+def test_head_that_is_there_in_time_may_be_answered_late_and_the_connection_used_again() -> None:
+    backend = Scripted(script=lambda request, index: "x" * 8, delay_s=0.15)
+    with served(backend, HttpOptions(head_timeout_s=1.0)) as address, httpx.Client(base_url=address) as client:
+        for idle_s in (1.2, 0):
+            assert client.post(CHAT, json={"messages": HI}, timeout=60).status_code == 200
+            time.sleep(idle_s)
+        assert len(backend.seen) == 2
 
 
 @pytest.mark.parametrize("stream", [False, True])

@@ -14,6 +14,7 @@ from fastapi import FastAPI
 
 from glm5.serve.client import Backend
 from glm5.serve.http.app import create_app
+from glm5.serve.http.connection import connection_class
 from glm5.serve.http.server import HttpOptions
 
 PING = {"type": "function", "function": {"name": "ping", "parameters": {"type": "object", "properties": {}}}}
@@ -42,7 +43,8 @@ def events(text: str) -> list[dict[str, Any]]:
 def served(app: FastAPI | Backend, options: HttpOptions | None = None) -> Iterator[str]:
     """The address of a server, of an application or a backend, that runs for the length of the block."""
     made = app if isinstance(app, FastAPI) else create_app(app, options)
-    config = uvicorn.Config(made, port=0, log_level="warning", ws="none")
+    connection = connection_class((options or HttpOptions()).head_timeout_s)
+    config = uvicorn.Config(made, port=0, log_level="warning", ws="none", http=connection)
     server = uvicorn.Server(config)
     thread = threading.Thread(target=server.run, daemon=True)
     thread.start()

@@ -25,6 +25,7 @@ from starlette.middleware.cors import CORSMiddleware
 import glm5
 from glm5.serve.client import Backend
 from glm5.serve.http import anthropic, chat, completions, control, errors, native, responses, tokens
+from glm5.serve.http.connection import connection_class
 from glm5.serve.http.guard import Guard
 from glm5.serve.http.server import HttpOptions, Server
 from glm5.utils.errors import UserError
@@ -172,6 +173,7 @@ def serve(app: FastAPI, ready: Callable[[str, int], None] | None = None, log_lev
         timeout_graceful_shutdown=10,
         timeout_keep_alive=75,  # longer than proxies keep theirs, so that none sends into a connection that closes
         ws="none",
+        http=connection_class(options.head_timeout_s),
     )
     server = _Uvicorn(config, state)
 

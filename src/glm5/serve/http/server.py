@@ -47,6 +47,8 @@ class HttpOptions:
     """Origins of web pages that may call the server, beside its own page."""
     max_body_bytes: int = 64 << 20
     """Of one request."""
+    head_timeout_s: float = 20.0
+    """In which the head of a request must have arrived."""
     body_timeout_s: float = 60.0
     """In which a request's body must have arrived."""
     request_timeout_s: float = 3600.0
@@ -59,7 +61,8 @@ class HttpOptions:
     """After SIGTERM: how long requests that run may still take."""
 
     def __post_init__(self) -> None:
-        for name in ("max_body_bytes", "body_timeout_s", "request_timeout_s", "probe_timeout_s", "max_requests"):
+        above = "max_body_bytes head_timeout_s body_timeout_s request_timeout_s probe_timeout_s max_requests"
+        for name in above.split():
             if not getattr(self, name) > 0:
                 raise UserError(f"{name}={getattr(self, name)!r}", "must be above 0")
         if not 0 <= self.port < 65536:
