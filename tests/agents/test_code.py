@@ -44,7 +44,7 @@ def test_the_program_of_a_response() -> None:
 
 
 def test_without_isolation_there_is_no_verdict(monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse(limits: Limits) -> None:
+    def refuse(limits: Limits, **_: object) -> None:
         raise SandboxError("no sandbox: bubblewrap missing", "apt-get install bubblewrap")
 
     monkeypatch.setattr(code, "Sandbox", refuse)
@@ -112,3 +112,30 @@ def test_values_and_other_asserts() -> None:
     )
     assert judge(program, [{"expression": "f(", "value": 1}]).verdict == "wrong"
     assert judge_response(f"Here:\n```python\n{program}\n```\n", tests).verdict == "correct"
+
+
+@pytest.mark.usefixtures("isolation")
+@pytest.mark.parametrize(
+    ("spoil", "passed"),
+    [
+        ("f = open('full', 'wb')\nwhile True: f.write(b'x' * (1 << 20))", 2),
+        ("for i in range(99999): open(f'/tmp/{i}', 'w')", 2),
+        ("for d in ('/tmp', '.'): os.chmod(d, 0)", 1),
+        ("os.chmod('/program', 0)", 2),
+        ("os.rename('/program/program.py', '/program/other')", 2),
+        ("open('/program/program.py', 'w').write('print(0)')", 2),
+    ],
+)
+def test_a_program_cannot_spoil_the_next_case(spoil: str, passed: int) -> None:
+    """It is right or wrong, and never without a verdict."""
+    lines = ["import os", "print(sum(map(int, input().split())), flush=True)", f"try: exec({spoil!r})"]
+    found = judge("\n".join([*lines, "except OSError: pass"]), ECHO)
+    assert (found.verdict, found.passed) == ("correct" if passed == 2 else "wrong", passed), found.detail
+
+
+@pytest.mark.usefixtures("isolation")
+def test_all_cases_together_are_bounded() -> None:
+    found = judge("import time\ntime.sleep(0.4)\nprint(7)", ECHO[:1] * 50, total_s=2)
+    assert found.verdict == "wrong"
+    assert 0 < found.passed < 5, found
+    assert "no time is left" in found.detail or "wall_time" in found.detail

@@ -124,6 +124,29 @@ def test_what_an_agent_leaves_does_not_reach_the_verifier(tmp_path: Path) -> Non
     assert (judged.outcome, judged.reward) == (Outcome.TASK_FAILED, 0.0), judged.detail
 
 
+@pytest.mark.parametrize(
+    "spoil",
+    [
+        "for d in . ~ /tmp /dev/shm; do cat /dev/zero > $d/full; done",
+        "i=0; while mkdir /tmp/$i; do i=$((i+1)); done",
+        "chmod 0 /tmp ~ /dev/shm .",
+        "cd /app; rm -r in; ln -s /nowhere in",
+    ],
+)
+def test_a_spoiled_environment_is_a_failed_task(tmp_path: Path, spoil: str) -> None:
+    """Not a missing verdict, by which a policy would take its bad answers out of a group."""
+    make(tmp_path, "[environment]\nstorage_mb = 16", "FROM x\nWORKDIR /app\nCOPY a .\nWORKDIR /app/in\n")
+    (tmp_path / "environment/a").touch()
+    (tmp_path / "tests/test.sh").write_text(
+        "cat <<< text > $(mktemp) && test -e /app/done; echo $((1 - $?)) > /logs/verifier/reward.txt\n"
+    )
+    task = read_task(tmp_path)
+    judged = attempt(task, lambda trial: trial.act(spoil) and None, Limits(files=500))
+    assert (judged.outcome, judged.reward) == (Outcome.TASK_FAILED, 0.0), judged
+    judged = attempt(task, lambda trial: trial.act(f"touch /app/done; {spoil}") and None, Limits(files=500))
+    assert (judged.outcome, judged.reward) == (Outcome.OK, 1.0), judged
+
+
 def test_a_program_that_attacks_its_verifier() -> None:
     """Run by the verifier, it tries to write the reward, kill, read the tests, hang, flood and eat memory."""
     task = read_task(EXAMPLES / "reverse-polish")

@@ -11,6 +11,7 @@ from __future__ import annotations
 import ast
 import re
 import secrets
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -21,6 +22,8 @@ from glm5.utils.errors import DataError
 
 LIMITS = Limits(wall_s=10, cpu_s=10, memory_bytes=512 * MIB, disk_bytes=32 * MIB, file_bytes=16 * MIB, processes=32)
 PYTHON = ("/usr/bin/python3", "-I", "-B")
+# Its directory can be read only, so no case can change the program, or keep the next one from being laid out.
+PROGRAM = "/program/program.py"
 _FENCE = re.compile(r"^(`{3,}|~{3,})[ \t]*([\w+-]*)[^\n]*\n(.*?)^\1[ \t]*$", re.DOTALL | re.MULTILINE)
 
 
@@ -90,11 +93,13 @@ def program_of(response: str) -> str | None:
     return python[-1] if python else blocks[-1][1] if blocks else None
 
 
-def judge(program: str, tests: Any, limits: Limits = LIMITS) -> Judgement:
+def judge(program: str, tests: Any, limits: Limits = LIMITS, total_s: float | None = None) -> Judgement:
     """Hold a Python program against cases (see `cases_of`); each runs in processes of its own, in one sandbox.
 
-    Too slow, too large or crashing is wrong. Nothing is raised on what a model wrote.
+    Too slow, too large or crashing is wrong, also where all cases together take longer than `total_s`. Nothing is
+    raised on what a model wrote.
     """
+    end = None if total_s is None else time.monotonic() + total_s
     try:
         cases = cases_of(tests)
     except DataError as e:
@@ -105,11 +110,11 @@ def judge(program: str, tests: Any, limits: Limits = LIMITS) -> Judgement:
     except UnicodeEncodeError:
         return Judgement("wrong", 0, total, "the program is no valid Unicode")
     try:
-        with Sandbox(limits) as box:
-            box.put("/workspace/program.py", source)
+        with Sandbox(limits, writable=["/workspace", "/program"]) as box:
+            box.put(PROGRAM, source)
             for i, case in enumerate(cases):
-                fault = _fault(box, case)
-                box.put("/workspace/program.py", source)  # it may have written over itself
+                seconds = limits.wall_s if end is None else min(limits.wall_s, end - time.monotonic())
+                fault = _fault(box, case, seconds) if seconds > 0 else f"no time is left of {total_s:g} s"
                 if fault:
                     return Judgement("wrong", i, total, f"case {i}: {fault}")
     except SandboxError as e:
@@ -117,7 +122,9 @@ def judge(program: str, tests: Any, limits: Limits = LIMITS) -> Judgement:
     return Judgement("correct", total, total)
 
 
-def judge_response(response: str, answer: Any, info: Mapping[str, Any] | None = None) -> Judgement:
+def judge_response(
+    response: str, answer: Any, info: Mapping[str, Any] | None = None, total_s: float | None = None
+) -> Judgement:
     """As `judge`, of the program in a response against the cases in `answer`. info: `wall_s`, seconds of each case.
 
     A response without a program is wrong.
@@ -131,14 +138,14 @@ def judge_response(response: str, answer: Any, info: Mapping[str, Any] | None = 
     program = program_of(response)
     if program is None:
         return Judgement("wrong", 0, total, "no fenced program")
-    return judge(program, answer, limits)
+    return judge(program, answer, limits, total_s)
 
 
 # --------------------------------------------------------------------------- running
-def _fault(box: Sandbox, case: Case) -> str:
+def _fault(box: Sandbox, case: Case, seconds: float) -> str:
     """What a program does wrong in a case, or nothing."""
     if isinstance(case, InputOutput):
-        done = box.run([*PYTHON, "program.py"], stdin=case.stdin.encode())
+        done = _run(box, PROGRAM, case.stdin, seconds)
         if not done.ok:
             return _ended(done)
         if done.lost:
@@ -146,7 +153,7 @@ def _fault(box: Sandbox, case: Case) -> str:
         found = done.stdout.decode(errors="replace")
         return "" if _lines(found) == _lines(case.stdout) else f"it wrote {found[:80]!r}"
     mark = secrets.token_hex(16)
-    done = box.run([*PYTHON, "-"], stdin=(_after(case, mark)).encode())
+    done = _run(box, "-", _after(case, mark), seconds)
     *_, last = done.stdout.decode(errors="replace").splitlines() or [""]
     if not done.ok:
         return _ended(done)
@@ -162,10 +169,14 @@ def _fault(box: Sandbox, case: Case) -> str:
     return "" if same else f"{case.expression[:80]} is {value!r:.80}"
 
 
+def _run(box: Sandbox, script: str, stdin: str, seconds: float) -> Finished:
+    return box.run([*PYTHON, script], stdin=stdin.encode(), wall_s=seconds, read_only=["/program"])
+
+
 def _after(case: Value | Assertion, mark: str) -> str:
-    """A program that runs program.py, then the case. It is read from stdin, which is at its end by then."""
+    """A program that runs the given one, then the case. It is read from stdin, which is at its end by then."""
     lines = ["g = {'__name__': 'program', '__builtins__': __builtins__}", "import io, sys", "sys.stdin = io.StringIO()"]
-    lines += ["exec(compile(open('program.py', encoding='utf-8').read(), 'program.py', 'exec'), g)"]
+    lines += [f"exec(compile(open({PROGRAM!r}, encoding='utf-8').read(), 'program.py', 'exec'), g)"]
     if isinstance(case, Value):
         lines += [f"v = ascii(eval({case.expression!r}, g))"]
     else:

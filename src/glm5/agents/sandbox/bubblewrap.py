@@ -51,6 +51,7 @@ ENVIRONMENT = {
     "TERM": "dumb",
     "PYTHONDONTWRITEBYTECODE": "1",
 }
+RESERVE = 64 * MIB
 ALWAYS = ("/tmp", "/home/agent", "/dev/shm")  # noqa: S108  # paths in the sandbox, not here
 
 
@@ -62,6 +63,7 @@ class Sandbox:
         writable: absolute paths of directories that commands may write in, empty at first, beside /tmp, /home/agent
             and /dev/shm. A command sees only those that it is given; see `run`.
         cwd: where commands start; the first writable directory by default.
+        apart: those of `writable` that lie in a second tmpfs, `RESERVE` large: they have room when the others are full.
         readable: directories or files of the host to show, read-only, beside /usr, under the same paths or, in a
             mapping, under others.
         environment: variables beside `ENVIRONMENT`. Nothing of this process's environment is passed on.
@@ -77,22 +79,30 @@ class Sandbox:
         *,
         writable: Sequence[str] = ("/workspace",),
         cwd: str | None = None,
+        apart: Sequence[str] = (),
         readable: Iterable[str] | Mapping[str, str] = (),
         environment: Mapping[str, str] | None = None,
     ) -> None:
         self.limits = limits or Limits()
         self.writable = tuple(writable)
+        self.apart = tuple(apart)
         self.readable = dict(readable) if isinstance(readable, Mapping) else {path: path for path in readable}
         self.environment = {**ENVIRONMENT, **(environment or {})}
         for path in self.writable:
             _check_path("writable", path)
+        for path in self.apart:
+            if path not in self.writable:
+                raise ConfigError("apart", path, "must be one of the writable directories")
+        named = enumerate((*ALWAYS, *self.writable))
+        self._places = {path: f"{_HOLD}/apart/{i}" if path in self.apart else f"{_HOLD}/{i}" for i, path in named}
         for source, path in self.readable.items():
             _check_path("readable", path)
             _check_source(source)
         self.cwd = cwd or (self.writable[0] if self.writable else "/tmp")  # noqa: S108
         self._closed = False
         require()
-        group = cgroups.make(self.limits.memory_bytes + self.limits.disk_bytes, self.limits.processes + 8)
+        disk = self.limits.disk_bytes + (RESERVE if self.apart else 0)
+        group = cgroups.make(self.limits.memory_bytes + disk, self.limits.processes + 8)
         if group is None:
             raise SandboxError("no control group could be made for a sandbox", "Check /sys/fs/cgroup and its limits")
         self._group = group
@@ -253,9 +263,12 @@ class Sandbox:
         """Start the keeper and wait until the tmpfs is there."""
         limits = self.limits
         size = f"size={limits.disk_bytes},nr_inodes={limits.files},mode=755"
-        names = " ".join(f"{_HOLD}/{i}" for i in range(len(ALWAYS) + len(self.writable)))
         files = "".join(f' && printf %s "${i + 1}" > {_HOLD}/etc{i}' for i in range(len(_FILES)))
-        script = f"mount -t tmpfs -o {size} tmpfs {_HOLD} && mkdir {names}{files} && echo ready && exec cat"
+        script = f"mount -t tmpfs -o {size} tmpfs {_HOLD}"
+        if self.apart:
+            own = f"size={RESERVE},nr_inodes={limits.files},mode=755"
+            script += f" && mkdir {_HOLD}/apart && mount -t tmpfs -o {own} tmpfs {_HOLD}/apart"
+        script += f" && mkdir {' '.join(self._places.values())}{files} && echo ready && exec cat"
         line = [*self._join(), *unprivileged(), "unshare", "--user", "--map-root-user", "--mount"]
         line += ["sh", "-c", script, "sh", *_FILES.values()]
         keeper = subprocess.Popen(
@@ -316,9 +329,9 @@ class Sandbox:
         line += ["--proc", "/proc", "--dev", "/dev", "--dir", "/root", "--dir", "/run"]
         for source, path in self.readable.items():
             line += ["--ro-bind", source, path]
-        for i, path in enumerate((*ALWAYS, *self.writable)):
+        for path, place in self._places.items():
             if path in ALWAYS or path in shown:
-                line += ["--ro-bind" if path in read_only else "--bind", f"{_HOLD}/{i}", path]
+                line += ["--ro-bind" if path in read_only else "--bind", place, path]
         line += ["--remount-ro", "/dev", "--remount-ro", "/", "--chdir", cwd, "--"]
         line += ["prlimit", f"--cpu={limits.cpu_s}:{limits.cpu_s + 1}", f"--fsize={limits.file_bytes}", "--core=0"]
         return [*line, f"--nofile={limits.open_files}", f"--nproc={limits.processes}", "--"]

@@ -23,9 +23,15 @@ from glm5.agents.tasks.harbor import Task
 from glm5.utils.errors import UserError
 from glm5.utils.outcome import Outcome
 
+_VERIFIERS = ("/tests", "/solution", "/logs")
 _REWARD, _REWARDS = "/logs/verifier/reward.txt", "/logs/verifier/reward.json"
 # Where Python and others look for what a user has set up: nowhere that the agent could write.
-_CLEAN = {"HOME": "/logs/home", "PYTHONNOUSERSITE": "1", "PYTHONSAFEPATH": "1"}
+_CLEAN = {"HOME": "/logs/home", "TMPDIR": "/logs/tmp", "PYTHONNOUSERSITE": "1", "PYTHONSAFEPATH": "1"}
+# The verifier runs, and is asked, whatever the agent did to the directory that it works in.
+_BEGIN = (
+    "mkdir -p /logs/verifier /logs/agent /logs/artifacts /logs/home /logs/tmp; "
+    'chmod u+rwx "$0"; mkdir -p "$0"; cd "$0"; exec bash /tests/test.sh'
+)
 
 
 class AgentTimeout(Exception):
@@ -56,7 +62,8 @@ class Trial:
         self.agent_directories = task.image.directories
         self._box = Sandbox(
             Limits(**{**vars(base), **bounds, "wall_s": task.verifier_s}),
-            writable=[*self.agent_directories, "/tests", "/solution", "/logs"],
+            writable=[*self.agent_directories, *_VERIFIERS],
+            apart=_VERIFIERS,
             cwd=task.image.workdir,
             environment={**task.image.environment, **task.environment},
         )
@@ -102,11 +109,12 @@ class Trial:
 
     def judge(self) -> Judged:
         """Run the verifier and read its reward. May be asked again; every time, all is as at the first."""
-        self._box.clear("/tests", "/solution", "/logs")
+        self._box.clear(*_VERIFIERS)
         self._box.put_tree(self.task.directory / "tests", "/tests")
         done = self._box.run(
-            ["bash", "-c", "mkdir -p /logs/verifier /logs/agent /logs/artifacts /logs/home; exec bash /tests/test.sh"],
+            ["bash", "-c", _BEGIN, self.task.image.workdir],
             wall_s=self.task.verifier_s,
+            cwd="/",
             environment={**self.task.verifier_environment, **_CLEAN},
             writable=[*self.agent_directories, "/tests", "/logs"],
         )

@@ -33,7 +33,10 @@ START_S = 120.0  # a worker may take so long to start and import, on a busy mach
 
 @dataclass(frozen=True)
 class Task:
-    """One answer to judge: `verifier` by name, `answer` and `info` as JSON values."""
+    """One answer to judge: `verifier` by name, `answer` and `info` as JSON values.
+
+    A verifier finds in `info["check_s"]` after how many seconds the pool kills it.
+    """
 
     verifier: str
     response: str
@@ -83,7 +86,7 @@ class VerifierPool:
         """The verdict on one answer; waits for a free worker. The time limit counts from the check's own start."""
         worker = self._free.get()
         try:
-            found = worker.ask(dict(vars(task)), self.timeout_s)
+            found = worker.ask({**vars(task), "info": {**task.info, "check_s": self.timeout_s}}, self.timeout_s)
         finally:
             self._free.put(worker)
         name = found.cause or {1.0: "right", 0.0: "wrong"}.get(found.reward or 0.0, "partly")

@@ -62,14 +62,15 @@ VERIFIERS = {
     "short": "glm5.posttrain.verify.short:short",
     "number": "glm5.posttrain.verify.short:number",
     "reasoning-gym": "glm5.posttrain.verify.gym:check",
+    "code": "glm5.posttrain.verify.code:check",
 }
 
 
 def find(name: str) -> Check:
-    """The verifier of this name.
+    """The verifier of this name. Its module may have a function `require()`, which raises where checks cannot run.
 
     Raises:
-        UserError: there is none, or it cannot be imported.
+        UserError: there is none, it cannot be imported, or it cannot run here.
     """
     place = VERIFIERS.get(name, name)
     module, colon, function = place.partition(":")
@@ -78,7 +79,8 @@ def find(name: str) -> Check:
         hint = f"Did you mean {near[0]!r}?" if near else f"There are {', '.join(VERIFIERS)}; yours is module:function"
         raise UserError(f"verifier {name!r} is not known", hint)
     try:
-        check = getattr(importlib.import_module(module), function)
+        found = importlib.import_module(module)
+        check = getattr(found, function)
     except ImportError as e:
         mend = "Install glm5[rl]" if name in VERIFIERS else "Check its name, and put its directory on PYTHONPATH"
         raise UserError(f"verifier {name!r} cannot be imported: {e}", mend) from None
@@ -86,4 +88,5 @@ def find(name: str) -> Check:
         raise UserError(f"verifier {name!r}: {module} has no {function}", "Check its name") from None
     if not callable(check):
         raise UserError(f"verifier {name!r} is no function", "Name one that takes (response, answer, info)")
+    getattr(found, "require", lambda: None)()
     return check
