@@ -12,7 +12,7 @@ from torch import Tensor
 from glm5.kernels.dispatch import pick
 from glm5.kernels.pages import Pages
 from glm5.kernels.tiling import tile_of
-from glm5.kernels.topk import stable_topk
+from glm5.kernels.topk import racing_topk, stable_topk
 from glm5.kernels.visibility import Visibility
 
 
@@ -34,18 +34,25 @@ def index_scores(q_BTJI: Tensor, w_BTJ: Tensor, k_BSI: Tensor, visible: Visibili
 
 
 def index_select(
-    q_BTJI: Tensor, w_BTJ: Tensor, k_BSI: Tensor, visible: Visibility, k: int, pages: Pages | None = None
+    q_BTJI: Tensor,
+    w_BTJ: Tensor,
+    k_BSI: Tensor,
+    visible: Visibility,
+    k: int,
+    pages: Pages | None = None,
+    ties: torch.Generator | None = None,
 ) -> Tensor:
     """Score and select, tile by tile: each query's k best visible slots, all of them where fewer are visible.
 
     Args:
         pages: k_BSI is a pool [1, rows, I], and this says which rows of it are whose.
+        ties: let ties fall at random (`racing_topk`).
 
     Returns:
         int32 [B, T, min(k, visible.slots)], ascending, padded with -1.
     """
     batch, queries, heads, _ = q_BTJI.shape
-    fast = pick("index_select", q_BTJI, w_BTJ, k_BSI)
+    fast = pick("index_select", q_BTJI, w_BTJ, k_BSI) if ties is None else None
     if fast is not None:
         selected: Tensor = fast(q_BTJI, w_BTJ, k_BSI, visible, k, pages)
         return selected
@@ -53,14 +60,19 @@ def index_select(
         k_BSI = pages.gather(k_BSI, visible)
     width = min(k, visible.slots)
     tile = tile_of(batch * (heads + 2) * visible.slots, q_BTJI.device)
+
+    def chosen(scores_BTS: Tensor) -> Tensor:
+        scores_NS = scores_BTS.flatten(0, 1)
+        return stable_topk(scores_NS, k) if ties is None else racing_topk(scores_NS, k, ties)
+
     if tile >= queries:
-        return stable_topk(index_scores(q_BTJI, w_BTJ, k_BSI, visible).flatten(0, 1), k).view(batch, queries, width)
+        return chosen(index_scores(q_BTJI, w_BTJ, k_BSI, visible)).view(batch, queries, width)
     out = torch.empty(batch, queries, width, dtype=torch.int32, device=q_BTJI.device)
     for start in range(0, queries, tile):
         stop = min(start + tile, queries)
         seen = visible.tile(start, stop)
         scores = index_scores(q_BTJI[:, start:stop], w_BTJ[:, start:stop], k_BSI, seen)
-        picked = stable_topk(scores.flatten(0, 1), k).view(batch, stop - start, -1)
+        picked = chosen(scores).view(batch, stop - start, -1)
         out[:, start:stop, : picked.shape[-1]] = picked
         out[:, start:stop, picked.shape[-1] :] = -1
     return out

@@ -1,7 +1,8 @@
 """Stable top-k: the k highest scores of each row, ties to the lower position, the same on every run.
 
 The report (section 3.2) found that a non-deterministic top-k ruins RL of a DSA model, and ReLU scores tie often
-(an exact-zero plateau). So the rule is fixed: higher score first, then lower position. Read next: `indexer`.
+(an exact-zero plateau). So the rule is fixed: higher score first, then lower position. `racing_topk` is what it warns
+of, for showing it. Read next: `indexer`.
 """
 
 from __future__ import annotations
@@ -31,6 +32,15 @@ def stable_topk(scores_NS: Tensor, k: int) -> Tensor:
         if bool((values_NK[:, k - 1] > values_NK[:, k]).all()):
             return index_NK[:, :k].sort(-1).values.to(torch.int32)
     keep_NS = topk_mask(scores_NS, k)
+    return mask_to_positions(keep_NS, min(k, scores_NS.shape[-1]))
+
+
+def racing_topk(scores_NS: Tensor, k: int, ties: torch.Generator) -> Tensor:
+    """As `stable_topk`, but whichever of those that tie at the k-th place come first are taken, and who comes first is
+    drawn from `ties`: what a kernel does whose threads race for the last places. For showing what that breaks."""
+    order_NS = torch.rand(scores_NS.shape, generator=ties, device=ties.device).to(scores_NS.device).argsort(-1)
+    keep_NS = torch.zeros_like(scores_NS, dtype=torch.bool)
+    keep_NS.scatter_(-1, order_NS, topk_mask(scores_NS.gather(-1, order_NS), k))
     return mask_to_positions(keep_NS, min(k, scores_NS.shape[-1]))
 
 

@@ -21,6 +21,7 @@ from glm5.kernels.visibility import Visibility
 from glm5.model.block import Block
 from glm5.model.cache import Cache, SharedRows, cache_widths
 from glm5.model.config import ModelConfig
+from glm5.model.indexer import Indexer
 from glm5.model.layers import Embedding, Linear, RMSNorm, SwiGLU
 from glm5.model.mla import MLA
 from glm5.model.mtp import MTPBlock
@@ -308,6 +309,13 @@ class GLM5(nn.Module):
         for module in self.modules():
             if isinstance(module, MLA | SwiGLU):
                 module.forget_joined()
+
+    def race(self, seed: int | None) -> None:
+        """Let positions whose index scores tie at the k-th place be taken at random, as kernels do whose threads race
+        for it, from this seed on; None is the stable rule again. It is there to show what it breaks."""
+        for module in self.modules():
+            if isinstance(module, Indexer):
+                module.ties = None if seed is None else torch.Generator().manual_seed(seed)
 
     def lay_out(self) -> None:
         """Move matrices that multiply the same input side by side in memory, for inference on a GPU: there they then

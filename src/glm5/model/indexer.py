@@ -16,13 +16,17 @@ from glm5.model.layers import LayerNorm, Linear
 
 
 class Indexer(nn.Module):
-    """Index queries, keys and head weights of one layer."""
+    """Index queries, keys and head weights of one layer.
+
+    `ties` is None: of equal scores the lower positions are taken. With a generator they are drawn (`GLM5.race`).
+    """
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
         self.heads, self.width = config.index_n_heads, config.index_head_dim
         self.rotary = config.qk_rope_head_dim
         self.topk = config.index_topk
+        self.ties: torch.Generator | None = None
         self.wq_b = Linear(config.q_lora_rank, self.heads * self.width, bias=False)
         self.wk = Linear(config.hidden_size, self.width, bias=False)
         self.k_norm = LayerNorm(self.width)

@@ -223,7 +223,8 @@ class MLA(nn.Module):
             if trace is not None and trace.replay is not None:
                 selected = trace.replay[len(trace.selected)]
             else:
-                selected = index_select(*index_q, part.index_keys, visible, self.indexer.topk, part.pages)
+                k, ties = self.indexer.topk, self.indexer.ties
+                selected = index_select(*index_q, part.index_keys, visible, k, part.pages, ties)
             if trace is not None:
                 trace.selected.append(selected)
         replayed = trace is not None and trace.replay is not None

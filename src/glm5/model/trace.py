@@ -42,7 +42,8 @@ class Aux:
         balance: compute the sequence-wise balance loss of every MoE layer.
         logits: measure the largest attention logit per head, of MLA and GQA alike.
         valid: bool [B, T], False for padding, which then counts neither in loads nor in balance.
-        experts: of each MoE layer, int64 [B, T, M]: experts to take in place of the routers' choice (`kernels.moe.route`).
+        experts: of each MoE layer, int64 [B, T, M]: to take in place of its router's choice, as `kernels.moe.route` has
+            it.
         total: where other processes hold other positions of the same sequences: sums a tensor of counts over them.
 
     After a pass, in layer order: `indexer_losses`; `balance_losses`, each summed over sequences; `loads`, int64

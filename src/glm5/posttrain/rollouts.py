@@ -71,6 +71,9 @@ class RolloutConfig:
     """Ids that the MTP block drafts in each step of the engine, which changes no answer."""
     invariant: bool = False
     """The engine's batch-invariant mode: the same bits whatever runs beside an answer; on a CPU, more slowly."""
+    topk: Literal["stable", "racing"] = "stable"
+    """racing: where index scores tie at the k-th place, engine and trainer take positions at random, as kernels whose
+    threads race do; to see what that breaks. Once interrupted, such a run does not end in the same bytes."""
     router_replay: bool = False
     """Train with the experts that the engine chose, token by token, so that routers cannot disagree."""
     memory_gib: float = 1.0
@@ -201,11 +204,17 @@ class Rollouts:
     ) -> None:
         self.config, self.tokenizer, self.pool, self.seed = config, tokenizer, pool, seed
         settings = EngineConfig(
-            memory_gib=config.memory_gib, drafts=config.drafts, invariant=config.invariant, overlap=False
+            memory_gib=config.memory_gib,
+            drafts=config.drafts,
+            invariant=config.invariant,
+            overlap=False,
+            cuda_graphs=config.topk == "stable",
         )
         if config.router_replay and not any(map(model.config.is_moe, range(model.config.num_hidden_layers))):
             raise ConfigError("router_replay", True, "this model has no experts")
         served = copy.deepcopy(model).eval().requires_grad_(False)
+        if config.topk == "racing":
+            served.race(seed + 1)
         self.engine = Engine(served, settings, tokenizer)
         self.judges: Judges = self._verified
         self.seconds: defaultdict[str, float] = defaultdict(float)

@@ -135,10 +135,11 @@ class PolicyRows:
         return self._with({name: t.to(device) for name, t in self._tensors().items()}, kept)
 
     def take(self, rows: Sequence[int]) -> PolicyRows:
-        """These rows; -1 is an empty row, which reads like any other and trains nothing."""
+        """These rows; -1 is an empty row, which goes through the model as padding does, and trains nothing."""
         index = torch.tensor(list(rows), dtype=torch.int64, device=self.input_BT.device)
         found = {name: t[index.clamp(min=0)] for name, t in self._tensors().items()}
         found["mask_BT"] = found["mask_BT"] & (index >= 0)[:, None]
+        found["first_BT"] = found["first_BT"].masked_fill((index < 0)[:, None], self.input_BT.shape[1])
         kept = self.kept
         if kept is not None:
             slots = torch.arange(self.input_BT.shape[1], device=index.device)
@@ -149,10 +150,21 @@ class PolicyRows:
         """Actions of each of the whole batch's rollouts in these rows."""
         return BatchCounts.of(self.mask_BT.flatten(), self.rollout_BT.flatten(), rollouts)
 
-    def logprobs(self, model: GLM5, *, sparse: bool | None = None, with_entropy: bool = False) -> ActionLogprobs:
-        """The model's log π of the A actions of these rows, in the order of `mask_BT`, as they were drawn."""
-        replayed = self.experts_BTXM
-        aux = None if replayed is None else Aux(experts=[e_BTM.long() for e_BTM in replayed.unbind(2)])
+    @property
+    def queries(self) -> int:
+        """Queries that are no padding: those that an indexer's loss counts."""
+        return int((self.first_BT < torch.arange(1, self.input_BT.shape[1] + 1, device=self.first_BT.device)).sum())
+
+    def logprobs(
+        self, model: GLM5, *, sparse: bool | None = None, with_entropy: bool = False, aux: Aux | None = None
+    ) -> ActionLogprobs:
+        """The model's log π of the A actions of these rows, in the order of `mask_BT`, as they were drawn.
+
+        aux: what else to gather on the way; without any, nothing.
+        """
+        if self.experts_BTXM is not None:
+            aux = aux or Aux()
+            aux.experts = [e_BTM.long() for e_BTM in self.experts_BTXM.unbind(2)]
         hidden_BTD = model.hidden(self.input_BT, documents=self.first_BT, sparse=sparse, aux=aux)
         at_A = self.mask_BT.flatten().nonzero().squeeze(1)
         return action_logprobs(

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from glm5.model.glm5 import GLM5
+from glm5.model.trace import Aux
 from glm5.posttrain.losses import BatchCounts, LossConfig, LossMetrics, mismatch_ratio, policy_loss, sequence_log_ratio
 from glm5.posttrain.rows import PolicyRows, micro_batches
 from glm5.train.optim import clip_grad_norm
@@ -47,6 +48,7 @@ class PolicyUpdate:
         model: trained in place. optimizer: of its parameters. loss: which.
         micro_batch: rows at once. clip: largest global gradient norm, 0 for none.
         sparse: attention of the trainer's passes; None is what the model was trained for, as in the engine.
+        indexer_weight: of the indexers' KL beside the policy's loss, a mean over queries; 0 lets them rest.
 
     `skipped` counts batches that had nothing to learn from.
     """
@@ -60,9 +62,11 @@ class PolicyUpdate:
         micro_batch: int = 1,
         clip: float = 1.0,
         sparse: bool | None = None,
+        indexer_weight: float = 0.0,
     ) -> None:
         self.model, self.optimizer, self.loss = model, optimizer, loss
         self.micro_batch, self.clip, self.sparse = micro_batch, clip, sparse
+        self.indexer_weight = indexer_weight
         self.skipped = 0
 
     def __call__(
@@ -73,7 +77,8 @@ class PolicyUpdate:
         old_BT: Tensor | None = None,
         reference_BT: Tensor | None = None,
     ) -> dict[str, float]:
-        """One update; returns the figures of `LossMetrics`, "loss", "grad_norm" and "stepped" (1 or 0).
+        """One update; returns the figures of `LossMetrics`, "loss", "grad_norm" and "stepped" (1 or 0), and where the
+        indexers learn "indexer_kl".
 
         Args:
             rows: the batch. rollouts: how many its rollouts are numbered to.
@@ -85,13 +90,14 @@ class PolicyUpdate:
         """
         counts = rows.counts(rollouts)
         log_s, ratio_BT = self._of_sequences(rows, counts, old_BT)
-        metrics, total, moving = LossMetrics(), 0.0, 0
+        metrics, total, moving, kl = LossMetrics(), 0.0, 0, 0.0
+        queries = max(1, rows.queries)
         self.optimizer.zero_grad(set_to_none=True)
         for (numbers,) in zip(*micro_batches(len(rows), self.micro_batch), strict=True):
             part, held = rows.take(numbers), [max(n, 0) for n in numbers]
-            at = part.mask_BT
+            at, aux = part.mask_BT, Aux(indexer=True) if self.indexer_weight else None
             actions = part.actions(
-                part.logprobs(self.model, sparse=self.sparse, with_entropy=True),
+                part.logprobs(self.model, sparse=self.sparse, with_entropy=True, aux=aux),
                 old_logprobs=None if old_BT is None else old_BT[held][at],
                 reference_logprobs=None if reference_BT is None else reference_BT[held][at],
                 log_s=log_s,
@@ -104,7 +110,11 @@ class PolicyUpdate:
                 raise NumericalError(
                     f"the policy's loss is {value}", "Lower the learning rate, or look at the rollouts"
                 )
-            found.loss.backward()
+            loss = found.loss
+            if aux is not None:
+                indexer_kl = aux.indexer_kl() / queries
+                loss, kl = loss + self.indexer_weight * indexer_kl, kl + float(indexer_kl.detach())
+            loss.backward()
             metrics.add(found.metrics)
             total, moving = total + value, moving + int(found.moving)
         norm = 0.0
@@ -114,7 +124,8 @@ class PolicyUpdate:
         else:  # momentum and weight decay would move the weights without any gradient
             self.skipped += 1
         self.optimizer.zero_grad(set_to_none=True)
-        return {**metrics.values(), "loss": total, "grad_norm": norm, "stepped": float(moving > 0)}
+        learned = {"indexer_kl": kl} if self.indexer_weight else {}
+        return {**metrics.values(), **learned, "loss": total, "grad_norm": norm, "stepped": float(moving > 0)}
 
     def _of_sequences(
         self, rows: PolicyRows, counts: BatchCounts, old_BT: Tensor | None
