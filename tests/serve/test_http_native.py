@@ -13,6 +13,7 @@ from fastapi.testclient import TestClient
 
 from glm5.serve.client import WeightGroup, WeightUpdate
 from glm5.serve.http.app import create_app
+from glm5.serve.http.metrics import Pace
 from support.scripted import Scripted, chat_tokenizer
 from support.serving import HI, events
 
@@ -297,10 +298,59 @@ def test_what_the_server_says_of_itself() -> None:
     for path in ("/server_info", "/get_server_info"):
         told = client.get(path).json()
         assert (told["context_length"], told["weight_version"], told["page_size"]) == (4096, "1", 64)
+        assert (told["status"], told["tp_size"], told["disaggregation_mode"]) == ("ready", 1, "null")
+        state = told["internal_states"][0]
+        assert (state["num_total_reqs"], state["last_gen_throughput"]) == (0, 0)
     assert client.get("/get_model_info").json()["is_generation"] is True
     backend.alive.add("x")
     load = client.get("/v1/loads?include=core,disagg,queues").json()["loads"][0]
     assert load["num_total_reqs"] == load["num_running_reqs"] == 1
+
+
+def test_settings_have_their_names_in_sglang_too() -> None:
+    one = {"chunk": 256, "max_running": 8, "pages": 10, "drafts": 3, "overlap": False, "accept_length": 2.5, "tp": 2}
+    backend = Scripted()
+    backend.info = lambda: _now(one)  # type: ignore[method-assign]
+    told = TestClient(create_app(backend)).get("/server_info").json()
+    assert {**told, **one} == told
+    expected = {
+        "chunked_prefill_size": 256,
+        "max_running_requests": 8,
+        "max_total_num_tokens": 640,
+        "max_req_input_len": 4095,
+        "speculative_num_steps": 3,
+        "speculative_num_draft_tokens": 4,
+        "disable_overlap_schedule": True,
+        "tp_size": 2,
+        "dp_size": 1,
+    }
+    assert {name: told[name] for name in expected} == expected
+    state = told["internal_states"][0]
+    assert (state["avg_spec_accept_length"], state["effective_max_running_requests_per_dp"]) == (2.5, 8)
+    backend.info = lambda: _now({"prefill": [{**one, "name": "p"}], "decode": [{**one, "name": "d"}]})  # type: ignore[method-assign]
+    told = TestClient(create_app(backend)).get("/server_info").json()
+    assert [(w["name"], w["disaggregation_mode"]) for w in told["prefill"] + told["decode"]] == [
+        ("p", "prefill"),
+        ("d", "decode"),
+    ]
+    assert (told["name"], told["chunked_prefill_size"]) == ("d", 256)
+    assert told["internal_states"][0]["avg_spec_accept_length"] == 2.5
+
+
+async def _now(value: Any) -> Any:
+    return value
+
+
+def test_the_pace_is_of_the_last_second_of_work() -> None:
+    pace = Pace()
+    for at in (0.0, 0.5, 1.0):
+        pace.take(10, at)
+    assert pace.tokens_per_second == 20
+    pace.take(10, 60.0)  # idle time does not count
+    assert pace.tokens_per_second == 20
+    for at in (60.25, 60.5, 60.75, 61.0):
+        pace.take(1, at)
+    assert pace.tokens_per_second == 4
 
 
 async def abort_by_name() -> None:

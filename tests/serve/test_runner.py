@@ -39,6 +39,7 @@ class Counting:
         self.aside = threading.Event()  # what waits in a thread of its own goes on when it is set
         self.aside.set()
         self.waits = 0
+        self.free = 0
 
     def _touch(self) -> None:
         self.threads.add(threading.get_ident())
@@ -112,6 +113,7 @@ class Counting:
 
     def flush_cache(self) -> bool:
         self._touch()
+        self.free = 640
         return not self.running
 
     def update_weights(self, update: WeightUpdate, received: Any = None) -> None:
@@ -139,7 +141,7 @@ class Counting:
         self.log.append(("resume", tags))
 
     def stats(self) -> Stats:
-        return Stats(running=len(self.running))
+        return Stats(running=len(self.running), free_tokens=self.free)
 
     def info(self) -> dict[str, Any]:
         return {"page_size": 64}
@@ -499,6 +501,24 @@ def test_whoever_waits_for_a_group_hears_of_the_end() -> None:
             engine.aside.set()
 
     asyncio.run(main())
+
+
+def test_figures_are_new_when_a_command_is_answered() -> None:
+    async def test(runner: Runner, engine: Counting) -> None:
+        gates = [threading.Event(), threading.Event()]
+        before = asyncio.create_task(runner.call(lambda: gates[0].wait(60)))
+        await asyncio.sleep(0)  # it is in the queue
+        flushing = asyncio.create_task(runner.flush())
+        await asyncio.sleep(0)
+        behind = asyncio.create_task(runner.call(lambda: gates[1].wait(60)))
+        await asyncio.sleep(0)
+        gates[0].set()
+        assert await flushing
+        assert runner.stats().free_tokens == 640
+        gates[1].set()
+        await asyncio.gather(before, behind)
+
+    run(test)
 
 
 def test_before_the_start_and_after_the_end_nothing_is_accepted() -> None:

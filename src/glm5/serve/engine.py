@@ -68,11 +68,12 @@ class Ranks(Protocol):
     """What an engine needs of several ranks (`glm5.serve.ranks`) beside a model that runs on all of them.
 
     Attributes:
-        weights: whose updates reach all. pages: `PagedCache` on all.
+        weights: whose updates reach all. pages: `PagedCache` on all. sizes: of the mesh's axes by name.
     """
 
     weights: WeightSource
     pages: Callable[..., PagedCache]
+    sizes: Mapping[str, int]
 
 
 class Engine:
@@ -103,6 +104,7 @@ class Engine:
         self.speculation = SpeculationStats()
         self.weight_version = "0"
         self._weights = WeightSource(model) if ranks is None else ranks.weights
+        self._sizes = {} if ranks is None else dict(ranks.sizes)
         self._sampler = Sampler(self.vocab_size, model.config.eos_token_id, tokenizer)
         new_pages = PagedCache if ranks is None else ranks.pages
         sizes = dict(context=self.context, page_size=PAGE_SIZE)
@@ -437,4 +439,7 @@ class Engine:
             "accept_length": self.speculation.accept_length,
             "acceptance": self.speculation.acceptance,
             "recorded_steps": self.executor.recorded_steps,
+            "dtype": str(self.model.dtype).removeprefix("torch."),
+            "device": self.model.device.type,
+            **self._sizes,
         }

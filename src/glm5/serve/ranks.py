@@ -276,6 +276,8 @@ class Leader:
         self.model.leader = self.model.lm_head.leader = self  # type: ignore[assignment]
         self.weights: WeightSource = LedWeights(self)
         self.pages: Callable[..., PagedCache] = self._make_pages
+        mesh = member.share.world.mesh
+        self.sizes: Mapping[str, int] = {"tp": mesh.tp, "dp": mesh.dp, "ep": mesh.ep}
 
     def do(self, name: str, *args: Any, kind: Kind = Kind.LOCAL, **sent: Any) -> Any:
         """Run a call of `Member` on all ranks of the group; the leader's result.

@@ -4,7 +4,9 @@ An agent attaches by its base URL, `http://HOST:PORT/sessions/NAME/v1` (Anthropi
 name as `X-Session-ID` (or `X-SMG-Routing-Key`, as slime does). Whatever it asks, the gateway asks the engine for every
 id's log-probability, and for the kept set where draws are cut; the agent sees what it asked for.
 
-    POST   /sessions         {"id"?, "sampling"?}: begin one; `sampling` counts whatever the agent asks for
+    POST   /sessions         {"id"?, "sampling"?}: begin one; `sampling` counts whatever the agent asks for.
+                             Its `started` tells it from one of this name in a gateway that began anew
+    GET    /sessions         the names of all
     GET    /sessions/NAME    all turns and trajectories (`session`)
     DELETE /sessions/NAME    the same, and forget it; what runs is ended
 
@@ -233,7 +235,11 @@ def create_gateway(
     async def begin(body: SessionBody) -> Response:
         given = body.sampling.model_dump(exclude_none=True) if body.sampling is not None else {}
         session = gateway.begin(body.id or uuid.uuid4().hex, given)
-        return Json({"id": session.id, "base_url": f"/sessions/{session.id}/v1"})
+        return Json({"id": session.id, "base_url": f"/sessions/{session.id}/v1", "started": session.started})
+
+    @app.get("/sessions")
+    async def names() -> Response:
+        return Json({"sessions": list(gateway.sessions)})
 
     @app.get("/sessions/{name}")
     async def show(name: str) -> Response:
@@ -246,7 +252,8 @@ def create_gateway(
     @app.get("/health")
     async def health() -> Response:
         gateway.check_alive()
-        return Json({"status": "ok", "sessions": len(gateway.sessions)})
+        version = gateway.backend.weight_version
+        return Json({"status": "ok", "sessions": len(gateway.sessions), "weight_version": version})
 
     for room in (chat, anthropic, native, tokens):
         app.include_router(room.routes(gateway))

@@ -16,6 +16,7 @@ from pydantic import Field
 
 import glm5
 from glm5.serve.client import MEMORY_TAGS, PauseMode, WeightGroup, WeightUpdate
+from glm5.serve.http import info
 from glm5.serve.http.bodies import Body, Name
 from glm5.serve.http.errors import ApiError, Json
 from glm5.serve.http.server import Server
@@ -272,31 +273,21 @@ def routes(server: Server) -> APIRouter:
     @router.get("/server_info")
     @router.get("/get_server_info")
     async def server_info() -> Response:
-        """The engine's settings, and what it does now."""
-        return Json(
-            {
-                **await backend.info(),
-                "model_path": backend.model_name,
-                "served_model_name": server.names[0],
-                "context_length": backend.context,
-                "weight_version": backend.weight_version,
-                "version": glm5.__version__,
-                "internal_states": [_load(server)],
-            }
-        )
+        """The engine's settings, under its own names and SGLang's, and what it does now."""
+        return Json(await info.server_info(server))
 
     @router.get("/model_info")
     @router.get("/get_model_info")
     async def model_info() -> Response:
         """The model in short."""
-        version = backend.weight_version
-        return Json({"model_path": backend.model_name, "is_generation": True, "weight_version": version})
+        about = {"model_path": backend.model_name, "tokenizer_path": backend.model_name, "is_generation": True}
+        return Json({**about, "weight_version": backend.weight_version})
 
     @router.get("/v1/loads")
     @router.get("/get_load")
     async def loads() -> Response:
         """How busy it is: slime aborts until `num_total_reqs` is 0."""
-        return Json({"version": glm5.__version__, "dp_rank_count": 1, "loads": [_load(server)]})
+        return Json({"version": glm5.__version__, "dp_rank_count": 1, "loads": [info.load(server)]})
 
     @router.get("/version")
     async def version() -> Response:
@@ -309,17 +300,3 @@ def routes(server: Server) -> APIRouter:
         return Response(server.metrics.text(), media_type="text/plain; version=0.0.4; charset=utf-8")
 
     return router
-
-
-def _load(server: Server) -> dict[str, Any]:
-    s = server.backend.stats()
-    return {
-        "dp_rank": 0,
-        "num_running_reqs": s.running,
-        "num_waiting_reqs": s.waiting,
-        "num_total_reqs": s.running + s.waiting,
-        "token_usage": s.cache_usage,
-        "free_tokens": s.free_tokens,
-        "cache_hit_rate": s.prefix_hits / s.prefix_queries if s.prefix_queries else 0.0,
-        "steps": s.steps,
-    }

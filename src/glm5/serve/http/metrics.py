@@ -46,6 +46,7 @@ class Metrics:
         self.between = self._histogram("inter_token_latency_seconds", "Between two tokens of one answer", SECONDS)
         self.latency = self._histogram("e2e_request_latency_seconds", "From arrival to the last token", SECONDS)
         self.prompt_size = self._histogram("request_prompt_tokens", "Prompt tokens of a request", TOKENS)
+        self.pace = Pace()
         self.answer_size = self._histogram("request_generation_tokens", "Tokens of all answers to a request", TOKENS)
 
     def _counter(self, stem: str, text: str, *labels: str) -> Counter:
@@ -93,6 +94,30 @@ class Metrics:
         return Watch(self, self._name, request)
 
 
+class Pace:
+    """How many tokens all answers together got in a second, of late: while it was busy, an idle time is left out.
+
+    Attributes:
+        tokens_per_second: of the last whole second of work; 0 before there was one.
+    """
+
+    def __init__(self) -> None:
+        self.tokens_per_second = 0.0
+        self._begin = self._last = -1e9
+        self._count = 0
+
+    def take(self, count: int, now: float) -> None:
+        """Count tokens at a time."""
+        if now - self._last > 1.0:  # the first after a rest begins a second, and is not of it
+            self._begin, self._count = now, 0
+        else:
+            self._count += count
+        self._last = now
+        if now - self._begin >= 1.0:
+            self.tokens_per_second = self._count / (now - self._begin)
+            self._begin, self._count = now, 0
+
+
 class Watch:
     """Measures one request as its deltas pass."""
 
@@ -116,6 +141,7 @@ class Watch:
             self._last[delta.index] = now
             self._tokens += count
             m.generation_tokens.labels(self._name).inc(count)
+            m.pace.take(count, now)
         if delta.drafted:
             m.steps.labels(self._name).inc()
             m.drafted.labels(self._name).inc(delta.drafted)
