@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import math
+import statistics
 
 import pytest
 import torch
 
 from glm5.posttrain.advantage import (
     distillation_advantages,
-    dynamic_sampling,
     group_advantages,
     overlong_penalty,
     repair,
     repaired_advantages,
+    reward_figures,
 )
 from glm5.utils.errors import ConfigError
 
@@ -39,13 +40,13 @@ def test_a_missing_verdict_is_no_reward() -> None:
         group_advantages([1.0, float("nan")])
 
 
-def test_dynamic_sampling_counts_what_it_leaves_out() -> None:
-    found = dynamic_sampling([[1, 1], [0, 1], [0, 0], [], [0.5, 0.5], [0.2, 0.4], [1]])
-    assert found.kept == [1, 5]
-    assert (found.all_equal_high, found.all_equal_low, found.empty) == (2, 2, 1)
-    assert found.zero_variance == 4
-    assert found.metrics == {"frac_reward_zero_std": 4 / 6, "zero_std/count_high": 2, "zero_std/count_low": 2}
-    assert dynamic_sampling([]).metrics["frac_reward_zero_std"] == 0
+def test_groups_of_equal_rewards_are_counted_by_what_they_say() -> None:
+    found = reward_figures([[1, 1], [0, 1], [0, 0], [], [0.5, 0.5], [0.2, 0.4], [1]])
+    assert (found["zero_std/count_1"], found["zero_std/count_0"]) == (2, 2)
+    assert found["frac_reward_zero_std"] == 4 / 6
+    assert found["reward"] == pytest.approx(5.6 / 11)
+    assert found["reward_std"] == pytest.approx(statistics.pstdev([1, 1, 0, 1, 0, 0, 0.5, 0.5, 0.2, 0.4, 1]))
+    assert reward_figures([[], []]) == {}
 
 
 @pytest.mark.parametrize(

@@ -58,47 +58,27 @@ def all_equal(rewards: Sequence[float]) -> bool:
 
 
 # ---------------------------------------------------------------------------------------------------- groups
-@dataclass(frozen=True)
-class Filtered:
-    """Groups that can teach something. kept: their numbers; the counts are of those that were left out."""
+def reward_figures(groups: Sequence[Sequence[float]], solved_at: float = 1.0) -> dict[str, float]:
+    """What groups' known rewards are like, under the names that practitioners know; empty where there is none.
 
-    kept: list[int]
-    all_equal_high: int
-    all_equal_low: int
-    empty: int
-
-    @property
-    def zero_variance(self) -> int:
-        return self.all_equal_high + self.all_equal_low
-
-    @property
-    def metrics(self) -> dict[str, float]:
-        """Under the names that practitioners know; shares are of groups that hold an answer."""
-        groups = len(self.kept) + self.zero_variance
-        return {
-            "frac_reward_zero_std": self.zero_variance / groups if groups else 0.0,
-            "zero_std/count_high": float(self.all_equal_high),
-            "zero_std/count_low": float(self.all_equal_low),
-        }
-
-
-def dynamic_sampling(groups: Sequence[Sequence[float]], solved_at: float = 1.0) -> Filtered:
-    """Leave out groups whose rewards are all equal: their advantages are 0 (DAPO, dynamic sampling).
-
-    Such groups are counted by what they say of the prompt: too easy (`all_equal_high`: all at `solved_at` or above) or
-    too hard. Whoever samples goes on until a batch is full; the share that was left out is `frac_reward_zero_std`.
+    Groups whose rewards are all equal teach nothing (DAPO, dynamic sampling). They are counted by what they say of the
+    prompt: too easy, all at `solved_at` or above (`zero_std/count_1`), or too hard (`zero_std/count_0`). Shares are of
+    groups that hold a reward.
     """
-    kept, high, low, empty = [], 0, 0, 0
-    for number, rewards in enumerate(groups):
-        if not rewards:
-            empty += 1
-        elif not all_equal(rewards):
-            kept.append(number)
-        elif rewards[0] >= solved_at:
-            high += 1
-        else:
-            low += 1
-    return Filtered(kept, high, low, empty)
+    there = [rewards for rewards in groups if rewards]
+    known = [r for rewards in there for r in rewards]
+    if not known:
+        return {}
+    mean = math.fsum(known) / len(known)
+    equal = [rewards[0] for rewards in there if all_equal(rewards)]
+    solved = sum(reward >= solved_at for reward in equal)
+    return {
+        "reward": mean,
+        "reward_std": math.sqrt(math.fsum((r - mean) ** 2 for r in known) / len(known)),
+        "frac_reward_zero_std": len(equal) / len(there),
+        "zero_std/count_1": solved,
+        "zero_std/count_0": len(equal) - solved,
+    }
 
 
 @dataclass(frozen=True)

@@ -18,27 +18,31 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-import safetensors.torch
 import torch
 from torch import Tensor
 
 from glm5.model.glm5 import GLM5
-from glm5.model.weights import disk_tensors
-from glm5.posttrain.advantage import Baseline, all_equal, overlong_penalty, repair, repaired_advantages
+from glm5.posttrain.advantage import (
+    Baseline,
+    all_equal,
+    overlong_penalty,
+    repair,
+    repaired_advantages,
+    reward_figures,
+)
 from glm5.posttrain.outcome import State
 from glm5.posttrain.prompts import Prompt
+from glm5.posttrain.pushing import packed, require_arrived
 from glm5.posttrain.rows import Trajectory
 from glm5.posttrain.verify.pool import VerifierPool
 from glm5.posttrain.verify.verdict import Verdict
-from glm5.serve.client import WeightUpdate
 from glm5.serve.config import EngineConfig
 from glm5.serve.engine import Engine
 from glm5.serve.request import Request, SamplingParams, TokenInfo
-from glm5.serve.weights import checksum_of
 from glm5.text.chat import render
 from glm5.text.parser import parse
 from glm5.text.tokenizer import Tokenizer
-from glm5.utils.errors import CheckpointError, ConfigError, DataError
+from glm5.utils.errors import ConfigError, DataError
 
 
 @dataclass(frozen=True)
@@ -231,14 +235,9 @@ class Rollouts:
             CheckpointError: the engine's checksums are not those of what was sent.
         """
         began = time.perf_counter()
-        tensors = {name: t.detach().cpu().contiguous() for name, t in disk_tensors(model)}
-        packed = safetensors.torch.save({name: t.clone() for name, t in tensors.items()})
-        self.engine.update_weights(WeightUpdate("tensor", tensors=(packed,), weight_version=str(version)))
-        there = self.engine.checksum()
-        wrong = [name for name, t in tensors.items() if there.get(name) != checksum_of(t)]
-        if wrong or there.keys() != tensors.keys():
-            name = wrong[0] if wrong else min(there.keys() ^ tensors.keys())
-            raise CheckpointError(f"the engine's {name} is not what was sent as version {version}", "Start again")
+        update, sums = packed(model, version)
+        self.engine.update_weights(update)
+        require_arrived(self.engine.checksum(), sums, version)
         self.seconds["weight_sync"] += time.perf_counter() - began
 
     # ------------------------------------------------------------------ answers
@@ -368,26 +367,20 @@ def figures(groups: Sequence[Group]) -> dict[str, Any]:
     """What a step's rollouts were like, under practitioners' names."""
     samples = [s for g in groups for s in g.samples]
     lengths = [len(s.ids) for s in samples]
-    equal = [g for g in groups if g.state is State.ZERO_VARIANCE]
-    solved = sum(next(r for r in g.rewards if r is not None) >= 1 for g in equal)
     found: dict[str, Any] = {
         "completions/mean_length": sum(lengths) / len(lengths),
         "completions/max_length": max(lengths),
         "completions/clipped_ratio": sum(s.finish == "length" for s in samples) / len(samples),
     }
-    known = [s.reward for s in samples if s.reward is not None]
+    known = [[r for r in g.rewards if r is not None] for g in groups]
     if any(s.verdict is not None for s in samples):
-        found["no_verdict"] = len(samples) - len(known)
-        found["frac_reward_zero_std"] = len(equal) / len(groups)
-        found["zero_std/count_1"], found["zero_std/count_0"] = solved, len(equal) - solved
+        found["no_verdict"] = len(samples) - sum(map(len, known))
         found["groups_dropped"] = sum(g.state is State.GROUP_DROPPED for g in groups)
-    if known:
-        mean = sum(known) / len(known)
-        found["reward"], found["reward_std"] = mean, (sum((r - mean) ** 2 for r in known) / len(known)) ** 0.5
-        for domain in dict.fromkeys(g.prompt.domain for g in groups):
-            here = [r for g in groups if g.prompt.domain == domain for r in g.rewards if r is not None]
-            if here:
-                found[f"rewards/{domain}"] = sum(here) / len(here)
+    found |= reward_figures(known)
+    for domain in dict.fromkeys(g.prompt.domain for g in groups):
+        here = [r for g, rewards in zip(groups, known, strict=True) if g.prompt.domain == domain for r in rewards]
+        if here:
+            found[f"rewards/{domain}"] = sum(here) / len(here)
     return found
 
 

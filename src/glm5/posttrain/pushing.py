@@ -1,0 +1,34 @@
+"""A policy's weights as one update for engines, and whether they arrived. Read next: `engines`, `rollouts`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import safetensors.torch
+
+from glm5.model.glm5 import GLM5
+from glm5.model.weights import disk_tensors
+from glm5.serve.client import WeightUpdate
+from glm5.serve.weights import checksum_of
+from glm5.utils.errors import CheckpointError
+
+Sums = Mapping[str, str]
+
+
+def packed(model: GLM5, version: int) -> tuple[WeightUpdate, Sums]:
+    """All tensors, the draft block's included, under a version, and each one's checksum by its public name."""
+    tensors = {name: t.detach().cpu().contiguous() for name, t in disk_tensors(model)}
+    data = safetensors.torch.save({name: t.clone() for name, t in tensors.items()})
+    sums = {name: checksum_of(t) for name, t in tensors.items()}
+    return WeightUpdate("tensor", tensors=(data,), weight_version=str(version)), sums
+
+
+def require_arrived(there: Sums, sent: Sums, version: int) -> None:
+    """Whether an engine has what was sent.
+
+    Raises:
+        CheckpointError: it has not; it names the first tensor.
+    """
+    wrong = next((name for name in sorted(sent.keys() | there.keys()) if there.get(name) != sent.get(name)), None)
+    if wrong is not None:
+        raise CheckpointError(f"the engine's {wrong} is not what was sent as version {version}", "Start again")
