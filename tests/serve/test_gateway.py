@@ -260,7 +260,10 @@ def test_a_request_sent_again_is_generated_once() -> None:
 def test_a_session_s_sampling_counts_whatever_the_agent_asks() -> None:
     client, backend = gateway("x<|user|>", "y<|user|>")
     begun = client.post("/sessions", json={"id": "s", "sampling": {"temperature": 0.7, "top_p": 0.9}})
-    assert begun.json() == {"id": "s", "base_url": "/sessions/s/v1"}
+    started = session(client)["started"]
+    assert begun.json() == {"id": "s", "base_url": "/sessions/s/v1", "started": started}
+    assert client.get("/sessions").json() == {"sessions": ["s"]}
+    assert client.get("/health").json() == {"status": "ok", "sessions": 1, "weight_version": "1"}
     ask(client, HI, temperature=0)
     params = backend.seen[0].params
     assert (params.temperature, params.top_p, params.logprobs, params.kept_set) == (0.7, 0.9, 0, True)
@@ -460,5 +463,5 @@ def test_many_sessions_at_once_keep_apart(live: tuple[str, Scripted]) -> None:
     for thread in threads:
         thread.join(60)
     assert wrong == []
-    assert httpx.get(f"{address}/health").json() == {"status": "ok", "sessions": 0}
+    assert httpx.get(f"{address}/health").json()["sessions"] == 0
     assert not backend.alive
