@@ -34,6 +34,7 @@ COMMANDS = {
     "sparsify": Command("adapt a dense model to sparse attention", "glm5.cli.sparsify"),
     "sft": Command("fine-tune a model on conversations", "glm5.cli.sft"),
     "rl": Command("learn from verified answers, by reinforcement learning", "glm5.cli.rl"),
+    "reward-model": Command("train a reward model from preferences or scores", "glm5.cli.reward_model"),
     "distill": Command("bring back what earlier stages could do, from their own models", "glm5.cli.distill"),
     "chat": Command("talk to a model in the terminal", "glm5.cli.chat"),
     "generate": Command("continue a text with a checkpoint", "glm5.cli.generate"),
