@@ -21,7 +21,7 @@ from store_victim import final, record_of
 
 from glm5.posttrain.outcome import Outcome, State
 from glm5.posttrain.record import Record
-from glm5.posttrain.store import STATUSES, Store
+from glm5.posttrain.store import STATUSES, Queue, Store
 from glm5.utils.errors import DataError, FileError, UserError
 
 R = record_of(3)
@@ -130,6 +130,22 @@ def test_ten_ready_four_taken_six_remain(store: Store) -> None:
     store.close_samples({s.id: State.TRAINED for group in taken for s in group}, step=1)
     assert [group[0].group for group in store.ready(100)] == [f"g{g}" for g in range(4, 10)]
     assert store.ready(100, task="other") == []
+
+
+def test_what_is_open_of_each_task(tmp_path: Path) -> None:
+    now = iter(range(100, 200))
+    with Store(tmp_path / "t.sqlite", clock=lambda: float(next(now))) as store:
+        assert (store.queues(), store.groups()) == ({}, {})
+        store.start("g", "one", ["a", "b", "c"])  # at 100
+        store.start("h", "two", ["d"])  # at 101
+        store.start("i", "one", ["e"])
+        store.deliver("b", Outcome.OK, 1.0, [record_of(1)])  # at 103
+        store.deliver("a", Outcome.OK, 1.0, [record_of(1)])
+        store.deliver("d", Outcome.ENV_CRASH, None, [])  # at 105
+        assert store.queues() == {"one": Queue(2, 2, 100.0, 103.0), "two": Queue(0, 1, None, 105.0)}
+        store.close_samples({"d": State.ENVIRONMENT_FAILED, "c": State.CANCELLED})
+        assert store.queues() == {"one": Queue(1, 2, 102.0, 103.0)}
+        assert store.groups() == {"one": 2, "two": 1}
 
 
 def test_updates_that_a_learner_lost_are_opened_again(store: Store) -> None:

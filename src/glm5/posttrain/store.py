@@ -134,6 +134,17 @@ class Counts:
         return self.by_status["running"] + self.by_status["delivered"]
 
 
+@dataclass(frozen=True)
+class Queue:
+    """A task's samples that are open. running, delivered: how many. running_since, delivered_since: when the oldest of
+    them was started, or came; None without any."""
+
+    running: int
+    delivered: int
+    running_since: float | None
+    delivered_since: float | None
+
+
 class Store:
     """See the module. Any thread may call; the methods take turns.
 
@@ -373,6 +384,20 @@ class Store:
         if sum(counts.by_status.values()) != started:
             raise FileError(f"{self.path}: {started} samples, {found}", "It was written by something else")
         return counts
+
+    def queues(self) -> dict[str, Queue]:
+        """What is open of each task that has anything open; as quick when millions are closed."""
+        rows = self._rows(
+            "SELECT task, SUM(delivered IS NULL), COUNT(delivered), "
+            "MIN(CASE WHEN delivered IS NULL THEN started END), MIN(delivered) "
+            "FROM samples WHERE state IS NULL GROUP BY task",
+            (),
+        )
+        return {task: Queue(*queue) for task, *queue in rows}
+
+    def groups(self) -> dict[str, int]:
+        """How many groups each task has, closed ones too."""
+        return dict(self._rows("SELECT task, COUNT(DISTINCT grp) FROM samples GROUP BY task", ()))
 
     def ready(self, limit: int, task: str | None = None, *, skip: int = 0) -> list[list[Sample]]:
         """Groups, oldest first, that have an open sample, wait for none that runs, and are in no update's plan: each
