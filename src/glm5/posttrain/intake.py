@@ -29,11 +29,16 @@ class Taken:
 
 @dataclass
 class Settled:
-    """Groups that were settled. taken: to train on, by group, and open until an update has read them.
-    closed: the final state of every other sample."""
+    """Groups that were settled.
+
+    Args:
+        taken: to train on, by group, and open until an update has read them. closed: the final state of every other
+            sample. dropped: the groups of which nothing was taken.
+    """
 
     taken: list[list[Taken]] = field(default_factory=list)
     closed: dict[str, State] = field(default_factory=dict)
+    dropped: list[Sequence[Sample]] = field(default_factory=list)
 
     @property
     def trained(self) -> dict[str, State]:
@@ -72,17 +77,18 @@ def settle(group: Sequence[Sample], version: int, max_staleness: int, baseline: 
     left = [sample for sample, good in zip(group, valid, strict=True) if good]
     repaired = repair(valid)
     if repaired.dropped:
-        return _closed(made, left, State.GROUP_DROPPED)
+        return _closed(made, group, left, State.GROUP_DROPPED)
     rewards = [reward for s in left if s.outcome and (reward := reward_of(s.outcome, s.reward)) is not None]
     if all(reward == rewards[0] for reward in rewards):
-        return _closed(made, left, State.ZERO_VARIANCE)
+        return _closed(made, group, left, State.ZERO_VARIANCE)
     advantages = dict(zip(repaired.unique, group_advantages(rewards, baseline), strict=True))
     made.taken.append([Taken(group[i], advantages[i], repaired.members.count(i)) for i in repaired.unique])
     return made
 
 
-def _closed(made: Settled, left: Sequence[Sample], state: State) -> Settled:
+def _closed(made: Settled, group: Sequence[Sample], left: Sequence[Sample], state: State) -> Settled:
     made.closed |= {sample.id: state for sample in left}
+    made.dropped.append(group)
     return made
 
 
@@ -120,6 +126,7 @@ def take(
             store.close_samples(one.closed)
         made.closed |= one.closed
         made.taken += one.taken
+        made.dropped += one.dropped
     if step is not None:
         store.plan(step, [group[0].sample.group for group in made.taken])
     return made

@@ -379,6 +379,14 @@ def policy_loss(config: LossConfig, actions: Actions, counts: BatchCounts) -> Po
         metrics = _measure(config, actions, logprobs_N, old_N, old_N - rollout_N, rho_N, advantages_N)
         metrics.sums["clip_frac_low"] = (mask_N & low_N).sum()
         metrics.sums["clip_frac_high"] = (mask_N & high_N).sum()
+        if config.objective == "double_sided":  # whose bounds are its correction: what lies outside has no gradient
+            gone_N = mask_N & (low_N | high_N)
+            metrics.sums |= {
+                "is_masked_low": (mask_N & low_N).sum(),
+                "is_masked_high": (mask_N & high_N).sum(),
+                "is_masked_positive": (gone_N & (advantages_N > 0)).sum(),
+                "is_masked_negative": (gone_N & (advantages_N < 0)).sum(),
+            }
     return PolicyLoss(loss, metrics, moving)
 
 

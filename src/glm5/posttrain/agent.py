@@ -1,0 +1,220 @@
+"""The asynchronous learner: takes whole groups from the trajectory store as they come, and never waits for a rollout.
+
+    store: groups nobody runs for -> intake: staleness, failures, filling, advantages -> plan -> update -> close
+    after every `learn.updates` updates: forget the optimizer's state, push the weights, go on
+
+The loss is the report's Eq. 3 to 5 on the engine's own log-probabilities: no older policy is scored. What an agent was
+told by its environment is context and no action. A version is the number of pushes; a sample is stale, looked at when
+it is taken, if its oldest token is more than `max_staleness` versions old. Which groups an update reads is written down
+before it is made, so that a learner that was killed makes the same updates again and its ledger is that of one that was
+not. Source: report, sections 3.3, 3.6 and 4.1. Read next: `intake`, `store`, `engines`.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+from glm5.model.glm5 import GLM5
+from glm5.posttrain.advantage import Baseline, reward_figures
+from glm5.posttrain.intake import Settled, take
+from glm5.posttrain.learner import Batch, LearnConfig, Learner, together
+from glm5.posttrain.losses import LossConfig
+from glm5.posttrain.outcome import State, reward_of
+from glm5.posttrain.rows import Trajectory
+from glm5.posttrain.store import Sample, Store
+from glm5.train.drive import Asked
+from glm5.utils.errors import ConfigError
+
+LEDGER = "trajectories.sqlite"  # in the run's directory
+LOOK_S = 0.02  # how often it is looked for groups
+
+
+@dataclass(frozen=True)
+class IntakeConfig:
+    """What an update reads."""
+
+    groups: int = 16
+    """Groups of an update. The report does not give it."""
+    max_staleness: int = 4
+    """Largest distance, in pushes of weights, between a sample's oldest token and the weights that it trains (the
+    report's τ, whose value it does not give)."""
+    baseline: Baseline = "mean"
+    """Advantages: R - mean as in the report, (R - mean) / std, or R - mean of the others."""
+    reset_optimizer: bool = True
+    """Forget the optimizer's state after each push, as the report does."""
+
+    def __post_init__(self) -> None:
+        if self.groups < 1:
+            raise ConfigError("groups", self.groups, "must be at least 1")
+        if self.max_staleness < 0:
+            raise ConfigError("max_staleness", self.max_staleness, "must be at least 0")
+
+
+class Weights(Protocol):
+    """Where new weights go: `engines.Engines`, or a test's."""
+
+    def push(self, model: GLM5, version: int) -> None:
+        """Give the model's weights, under a version, to whoever draws."""
+        ...
+
+    def figures(self) -> dict[str, float]:
+        """What is to be seen of whoever draws, since the last time this was asked."""
+        ...
+
+
+class AgentLearner(Learner):
+    """See the module.
+
+    Args:
+        ledger: the run's trajectory store; others start and deliver samples. data: see `Learner`.
+        watch: called while it waits for groups; raises if there will be none.
+    """
+
+    def __init__(
+        self,
+        config: LearnConfig,
+        intake: IntakeConfig,
+        model: GLM5,
+        loss: LossConfig,
+        directory: Path,
+        data: str,
+        vocab_size: int,
+        ledger: Store,
+        weights: Weights,
+        watch: Callable[[], None] = lambda: None,
+    ) -> None:
+        super().__init__(config, model, loss, directory, data, vocab_size)
+        self.intake, self.ledger, self.weights, self.watch = intake, ledger, weights, watch
+        self.updates = 0
+        self._waited = 0.0
+        self._worked = 0.0
+
+    # ------------------------------------------------------------------ a step
+    def step(self, stop: Asked) -> dict[str, Any] | None:
+        """Updates, each from the groups that are there next. A stop between two of them ends the step early."""
+        found: list[dict[str, float]] = []
+        settled: list[Settled] = []
+        self._waited = self._worked = 0.0
+        for _ in range(self.config.updates):
+            made = self._groups(stop)
+            if made is None:
+                break
+            began = time.perf_counter()
+            found.append(self.learn([self._batch(made)]))
+            self.updates += 1
+            self.ledger.close_samples(made.trained, step=self.updates)
+            settled.append(made)
+            self._worked += time.perf_counter() - began
+        if not settled:
+            return None
+        if self.intake.reset_optimizer:
+            self.optimizer.reset()
+        return {**intake_figures(settled, self.finished_steps), **together(found)}
+
+    def _groups(self, stop: Asked) -> Settled | None:
+        """What the next update reads, as soon as enough is there; None if a stop was asked for before."""
+        began, intake = time.perf_counter(), self.intake
+        gone = Settled()
+        try:
+            while True:
+                made = take(
+                    self.ledger,
+                    intake.groups,
+                    self.finished_steps,
+                    intake.max_staleness,
+                    intake.baseline,
+                    step=self.updates + 1,
+                )
+                gone.closed |= made.closed
+                gone.dropped += made.dropped
+                if len(made.taken) >= intake.groups:
+                    return Settled(made.taken, gone.closed, gone.dropped)
+                if stop():
+                    return None
+                self.watch()
+                time.sleep(LOOK_S)
+        finally:
+            self._waited += time.perf_counter() - began
+
+    def _batch(self, made: Settled) -> Batch:
+        trajectories: list[Trajectory] = []
+        rollouts = 0
+        for one in (one for group in made.taken for one in group):
+            records = self.ledger.records(one.sample.id)
+            for _ in range(one.copies):
+                trajectories += [record.trajectory(rollouts, one.advantage) for record in records]
+                rollouts += 1
+        return Batch(self.rows(trajectories), rollouts)
+
+    def push(self) -> None:
+        self.weights.push(self.model, self.finished_steps)
+
+    def figures(self) -> dict[str, Any]:
+        waited, worked = self._waited, self._worked
+        return {
+            "idle/trainer": waited / max(1e-9, waited + worked),
+            "time/wait": waited,
+            "time/update": worked,
+            "queue/ready": len(self.ledger.ready(4 * self.intake.groups)),
+            "updates": self.updates,
+            **self.weights.figures(),
+        }
+
+    # ------------------------------------------------------------------ state
+    def kept(self) -> dict[str, Any]:
+        return {"updates": self.updates}
+
+    def rewind(self, state: Mapping[str, Any]) -> None:
+        self.updates = state.get("updates", 0)
+        self.ledger.rewind(self.updates)
+
+    def summary(self) -> dict[str, Any]:
+        counts = self.ledger.counts()
+        return {"updates": self.updates, "started": counts.started, "states": counts.by_status, **super().summary()}
+
+
+# ---------------------------------------------------------------------------------------------------- figures
+def intake_figures(settled: Sequence[Settled], version: int) -> dict[str, Any]:
+    """What the updates of a step took and left, under the names of `docs/agent-rl.md`.
+
+    Args:
+        version: of the weights that were trained.
+    """
+    taken = [one for made in settled for group in made.taken for one in group]
+    groups = [[one.sample for one in group] for made in settled for group in made.taken]
+    groups += [list(group) for made in settled for group in made.dropped]
+    every = [sample for group in groups for sample in group]
+    stale = [version - (one.sample.oldest or 0) for one in taken]
+    ages = [max(0.0, time.time() - (one.sample.delivered or 0.0)) for one in taken]
+    took = [max(0.0, (s.delivered or s.started) - s.started) for s in every]
+    rewards = [[r for s in group if (r := _reward(s)) is not None] for group in groups]
+    states = Counter(str(state) for made in settled for state in made.closed.values())
+    found: dict[str, Any] = {
+        **reward_figures(rewards),
+        "staleness": {str(distance): count for distance, count in sorted(Counter(stale).items())},
+        "staleness/mean": statistics.fmean(stale),
+        "staleness/max": max(stale),
+        "queue/age_mean": statistics.fmean(ages),
+        "queue/age_max": max(ages),
+        "rollout/seconds_mean": statistics.fmean(took),
+        "rollout/seconds_max": max(took),
+        "samples/trained": len(taken),
+        "samples/repeated": sum(one.copies - 1 for one in taken),
+        **{f"samples/{state}": states[state] for state in State if state is not State.TRAINED},
+        "outcomes": dict(sorted(Counter(str(s.outcome) for s in every).items())),
+    }
+    for task in dict.fromkeys(s.task for s in every):
+        here = [r for s in every if s.task == task and (r := _reward(s)) is not None]
+        if here:
+            found[f"rewards/{task}"] = statistics.fmean(here)
+    return found
+
+
+def _reward(sample: Sample) -> float | None:
+    return None if sample.outcome is None else reward_of(sample.outcome, sample.reward)

@@ -1,0 +1,214 @@
+"""The engines of an asynchronous run with the gateway before them, in an event loop of their own.
+
+    learner's thread            event loop                                     engine's thread, or another process
+    push(model, version)  ->    EnginePool: pause, new weights, go on    ->    steps go on under the new version
+                                gateway <- agents, over loopback HTTP
+
+The learner never waits for generation and generation never ends for the learner: a request that runs goes on across a
+push. Its prefix is read anew under the new weights (`in_flight="renew"`), so that each token's version is the whole
+truth about where its probability came from, or its old entries stay ("keep"). Source: report, sections 3.6 and 4.1.
+Read next: `agent`, `glm5.serve.gateway.pool`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import copy
+import shutil
+import socket
+import threading
+import time
+from collections.abc import Coroutine, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Literal, TypeVar
+
+import uvicorn
+
+from glm5.model.glm5 import GLM5
+from glm5.model.weights import save_model
+from glm5.posttrain.pushing import packed, require_arrived
+from glm5.serve.client import Backend, PauseMode, Stats, WeightUpdate
+from glm5.serve.config import EngineConfig
+from glm5.serve.engine import Engine
+from glm5.serve.gateway.app import create_gateway
+from glm5.serve.gateway.pool import EnginePool
+from glm5.serve.gateway.remote import HttpEngine
+from glm5.serve.gateway.router import Router
+from glm5.serve.runner import Runner
+from glm5.text.tokenizer import Tokenizer
+from glm5.utils.errors import UserError
+
+T = TypeVar("T")
+InFlight = Literal["renew", "keep"]
+NAME = "policy"  # what agents call the model
+LOOK_S = 0.02  # how often it is looked whether engines work
+START_S = 300.0  # an engine that is not there after so long will not come
+
+
+class Engines:
+    """See the module. Use it in a `with` block; the methods are called from outside of the event loop.
+
+    Args:
+        engines: by name, all of one model. Those with a `start` and `stop` are started and stopped.
+        in_flight: what becomes of the cache entries of requests that run during a push.
+        directory: where weights are put for engines that read them from disk (`remote`); None sends them.
+    """
+
+    def __init__(
+        self,
+        engines: Mapping[str, Backend],
+        *,
+        in_flight: InFlight = "renew",
+        directory: Path | None = None,
+        beat_s: float = 2.0,
+    ) -> None:
+        self._engines, self._pause = dict(engines), _PAUSES[in_flight]
+        self._directory = directory
+        self.pool = EnginePool(self._engines, Router("0", silent_s=10 * beat_s), beat_s=beat_s)
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._run, name="engines", daemon=True)
+        self._looked = self._busy = 0
+        self._before = Stats()
+        self._tasks: list[asyncio.Task[Any]] = []
+        self.url = ""
+        self.seconds = 0.0
+
+    # ------------------------------------------------------------------ which
+    @classmethod
+    def local(cls, model: GLM5, tokenizer: Tokenizer, config: EngineConfig, **about: Any) -> Engines:
+        """One engine in this process, with its own copy of the weights."""
+        served = copy.deepcopy(model).eval().requires_grad_(False)
+        return cls({"local": Runner(Engine(served, config, tokenizer), tokenizer, NAME)}, **about)
+
+    @classmethod
+    def remote(cls, urls: Sequence[str], tokenizer: Tokenizer, context: int, directory: Path, **about: Any) -> Engines:
+        """Engines behind HTTP that can read `directory`."""
+        made = {url: HttpEngine(url, tokenizer, NAME, context) for url in urls}
+        return cls(made, directory=directory, **about)
+
+    # ------------------------------------------------------------------ their life
+    def __enter__(self) -> Engines:
+        self._thread.start()
+        try:
+            self.call(self._start())
+        except BaseException:
+            self._end()
+            raise
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        try:
+            self.call(self._stop())
+        finally:
+            self._end()
+
+    def _run(self) -> None:
+        asyncio.set_event_loop(self._loop)
+        self._loop.run_forever()
+
+    def _end(self) -> None:
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join()
+        self._loop.close()
+
+    def call(self, work: Coroutine[Any, Any, T]) -> T:
+        """Do something in the event loop, and wait for it."""
+        return asyncio.run_coroutine_threadsafe(work, self._loop).result()
+
+    async def _start(self) -> None:
+        for engine in self._engines.values():
+            if isinstance(engine, Runner | HttpEngine):
+                await engine.start()
+        deadline = time.monotonic() + START_S
+        while not all([await engine.probe(10.0) for engine in self._engines.values()]):
+            if time.monotonic() > deadline:
+                raise UserError(f"not every engine of {', '.join(self._engines)} answers", "Look at what they say")
+            await asyncio.sleep(0.5)
+        # The first push gives them their version; until then all may be asked.
+        self.pool.router.set_version(next(iter(self._engines.values())).weight_version)
+        listening = socket.create_server(("127.0.0.1", 0), backlog=2048)
+        app = create_gateway(self.pool, start=self.pool.start, stop=self.pool.stop)
+        config = uvicorn.Config(app, log_level="warning", ws="none", timeout_keep_alive=75)
+        self._server = uvicorn.Server(config)
+        self._tasks = [
+            asyncio.ensure_future(self._server.serve([listening])),
+            asyncio.ensure_future(self._look()),
+        ]
+        while not self._server.started:
+            if self._tasks[0].done():
+                await self._tasks[0]
+            await asyncio.sleep(0.01)
+        self.url = f"http://127.0.0.1:{listening.getsockname()[1]}"
+
+    async def _stop(self) -> None:
+        await self.pool.abort(None)
+        if self._tasks:
+            self._server.should_exit = True
+            self._server.force_exit = True
+            self._tasks[1].cancel()
+            await asyncio.gather(*self._tasks, return_exceptions=True)
+        for engine in self._engines.values():
+            if isinstance(engine, Runner | HttpEngine):
+                await engine.stop()
+
+    # ------------------------------------------------------------------ weights
+    def push(self, model: GLM5, version: int) -> None:
+        """Give all engines the model's weights. What runs goes on.
+
+        Raises:
+            CheckpointError: an engine's checksums are not those of what was sent.
+            UserError: no engine took them.
+        """
+        began = time.perf_counter()
+        update, sums = packed(model, version)
+        if self._directory is not None:
+            path = self._directory / f"version-{version:08}"
+            save_model(model, path, overwrite=True)
+            update = WeightUpdate("disk", path=str(path.absolute()), weight_version=str(version))
+        self.call(self._push(update))
+        require_arrived(self.call(self.pool.checksum()), sums, version)
+        if self._directory is not None:
+            for old in self._directory.glob("version-*"):
+                if old != path:
+                    shutil.rmtree(old, ignore_errors=True)
+        self.seconds += time.perf_counter() - began
+
+    async def _push(self, update: WeightUpdate) -> None:
+        await self.pool.pause(self._pause)
+        try:
+            await self.pool.update_weights(update)
+        finally:
+            await self.pool.resume()
+        if not self.pool.router.routable(self.pool.clock()):
+            raise UserError(f"no engine confirmed weights {update.weight_version}", "Look at what they say")
+
+    # ------------------------------------------------------------------ figures
+    async def _look(self) -> None:
+        while True:
+            self._looked += 1
+            self._busy += self.pool.stats().running > 0
+            await asyncio.sleep(LOOK_S)
+
+    def figures(self) -> dict[str, float]:
+        """What happened since the last time this was asked, under practitioners' names."""
+        return self.call(self._figures())
+
+    async def _figures(self) -> dict[str, float]:
+        now, before = self.pool.stats(), self._before
+        infos = [await engine.info() for engine in self._engines.values()]
+        found = {
+            "engine/idle": 1 - self._busy / max(1, self._looked),
+            "engine/routable": float(len(self.pool.router.routable(self.pool.clock()))),
+            "engine/running": float(now.running),
+            "engine/moves": float(self.pool.router.moves),
+            "time/weight_sync": self.seconds,
+        }
+        if asked := now.prefix_queries - before.prefix_queries:
+            found["engine/prefix_hit_rate"] = (now.prefix_hits - before.prefix_hits) / asked
+        if lengths := [info["accept_length"] for info in infos if info.get("accept_length")]:
+            found["engine/spec_accept_length"] = sum(lengths) / len(lengths)
+        self._before, self._looked, self._busy, self.seconds = now, 0, 0, 0.0
+        return found
+
+
+_PAUSES: dict[InFlight, PauseMode] = {"renew": "retract", "keep": "keep"}
