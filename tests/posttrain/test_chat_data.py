@@ -10,10 +10,9 @@ from typing import Any
 import numpy as np
 import pytest
 
+from glm5.data.mixing import MixedLoader, Source
 from glm5.posttrain.chat_data import (
     ChatData,
-    MixedLoader,
-    Source,
     conversation_from_row,
     prepare_chat,
     read_conversations,

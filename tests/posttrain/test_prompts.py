@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from glm5.posttrain.mixing import Mixture
+from glm5.data.mixing import Mixture
 from glm5.posttrain.prompts import (
     Difficulty,
     PromptOrder,

@@ -16,20 +16,17 @@ import json
 import shutil
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import lru_cache
 from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
-from numpy.typing import NDArray
 
-from glm5.data.loader import Loader, TokenDataset
+from glm5.data.mixing import TaskDataset
 from glm5.data.packing import Plan, plan_rows
 from glm5.data.shards import Encoded, TokenStore, write_encoded
 from glm5.posttrain.jsonl import SHOWN, read_rows
-from glm5.posttrain.mixing import Mixture, order_of
 from glm5.text import Message, Rendered, Tokenizer, Tool, messages_from_openai, render_for_training, tools_from_openai
-from glm5.utils.errors import ConfigError, DataError
+from glm5.utils.errors import DataError
 from glm5.utils.files import file_errors, read_json, require_writable, sha256_file, write_json
 
 _VERSION = 1  # of what happens between the rows and the tokens
@@ -45,25 +42,6 @@ class Conversation:
     tools: tuple[Tool, ...]
     clear_thinking: bool | None
     line: int
-
-
-@dataclass(frozen=True)
-class Source:
-    """A file of conversations, and its weight in the mixture."""
-
-    path: str
-    ratio: float = 1.0
-
-    @classmethod
-    def parse(cls, text: str) -> Source:
-        """`FILE` or `FILE=RATIO`."""
-        path, equals, ratio = text.rpartition("=")
-        if not equals:
-            return cls(text)
-        try:
-            return cls(path, float(ratio))
-        except ValueError:
-            return cls(text)  # a file's name may hold the sign
 
 
 # ---------------------------------------------------------------------------------------------------- rows
@@ -112,7 +90,7 @@ def renderings(tokenizer: Tokenizer, conversation: Conversation, clear_thinking:
 
 
 # ---------------------------------------------------------------------------------------------------- datasets
-class ChatDataset(TokenDataset):
+class ChatDataset(TaskDataset):
     """Renderings in rows, best fit first. A row holds those of one task, and none is ever cut.
 
     Args:
@@ -124,7 +102,7 @@ class ChatDataset(TokenDataset):
 
     def __init__(self, store: TokenStore, seq_len: int, ahead: int, tasks: Mapping[str, tuple[int, int]]) -> None:
         self.store, self.seq_len, self.ahead, self.strategy = store, seq_len, ahead, "best-fit"
-        self.task_rows: dict[str, tuple[int, int]] = {}
+        self.task_rows = {}
         plans: list[Plan] = []
         for task, (first, last) in tasks.items():
             plan = plan_rows(store.lengths[first:last], seq_len, ahead)
@@ -139,38 +117,6 @@ class ChatDataset(TokenDataset):
             slots=np.concatenate([p.slots for p in plans]),
             row_starts=np.append(np.concatenate(starts), pieces[-1]),
         )
-
-
-class MixedLoader(Loader):
-    """Rows of several tasks at their ratios, each task shuffled anew in each of its passes.
-
-    Row i of a run is a function of i and the seed, as of every loader: a resumed run goes on with the same rows. Ratios
-    are of rows, which are of one length.
-    """
-
-    def __init__(self, dataset: ChatDataset, ratios: Mapping[str, float], seed: int) -> None:
-        super().__init__(dataset, seed)
-        self.tasks, self.mixture = dataset.task_rows, Mixture(ratios)
-        self._orders = lru_cache(maxsize=2 * len(ratios))(self._task_order)
-
-    def rows(self, index: int, count: int) -> NDArray[np.int64]:
-        """The dataset's rows that samples `index .. index + count - 1` are."""
-        if count < 1:
-            raise ConfigError("count", count, "must be at least 1")
-        found = []
-        for task, number in self.mixture.samples(index, count):
-            first, last = self.tasks[task]
-            epoch, place = divmod(number, last - first)
-            found.append(first + int(self._orders(task, epoch)[place]))
-        return np.array(found, dtype=np.int64)
-
-    def epochs(self, index: int) -> dict[str, float]:
-        """How many passes over each task lie before sample `index`."""
-        return {task: self.mixture.shares[task] * index / (last - first) for task, (first, last) in self.tasks.items()}
-
-    def _task_order(self, task: str, epoch: int) -> NDArray[np.int64]:
-        first, last = self.tasks[task]
-        return order_of(task, last - first, self.seed, epoch)
 
 
 # ---------------------------------------------------------------------------------------------------- on disk

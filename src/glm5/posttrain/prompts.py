@@ -4,7 +4,7 @@
 
 and, where wanted, "id", "tools", "info" (what the verifier reads besides), "pass_rate": {"weak": 0.0, "strong": 0.5}.
 Source: report, section 3.2: problems that an earlier model rarely or never solves and stronger ones can; domains about
-equal. Read next: `mixing`, `verify`.
+equal. Read next: `glm5.data.mixing`, `verify`.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from glm5.data.mixing import Mixture, order_of
 from glm5.posttrain.jsonl import read_rows
-from glm5.posttrain.mixing import Mixture, order_of
 from glm5.posttrain.verify.pool import Task, VerifierPool
 from glm5.posttrain.verify.verdict import Verdict
 from glm5.text import Message, Tool, messages_from_openai, tools_from_openai

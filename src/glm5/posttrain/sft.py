@@ -17,10 +17,11 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from glm5.data.mixing import MixedLoader, Source
 from glm5.model.config import ModelConfig
 from glm5.model.glm5 import GLM5
 from glm5.model.weights import load_model
-from glm5.posttrain.chat_data import ChatData, ChatDataset, MixedLoader, Source, TooLong, prepare_chat
+from glm5.posttrain.chat_data import ChatData, ChatDataset, TooLong, prepare_chat
 from glm5.text.tokenizer import Tokenizer, load_tokenizer
 from glm5.train.config import TrainConfig
 from glm5.train.evaluate import held_out

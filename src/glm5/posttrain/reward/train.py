@@ -26,9 +26,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from glm5.data.mixing import order_of
 from glm5.model.config import ModelConfig
 from glm5.model.weights import load_model
-from glm5.posttrain.mixing import order_of
 from glm5.posttrain.reward.data import Example, Kind, digest, read_examples
 from glm5.posttrain.reward.model import RewardModel
 from glm5.posttrain.update import freeze_indexers
