@@ -10,6 +10,8 @@ from hypothesis import strategies as st
 
 from glm5.ledger import compute
 from glm5.ledger.devices import DEVICES, device
+from glm5.ledger.params import layer_tensors
+from glm5.ledger.step import StepFlops, named_device, step_flops
 from glm5.model.presets import glm5, gqa_8, mini, nano
 from glm5.utils.errors import UserError
 
@@ -100,3 +102,68 @@ def test_devices_by_name(name: str, gb: float) -> None:
 def test_unknown_devices_say_what_to_write(name: str) -> None:
     with pytest.raises(UserError, match="cpu:NN"):
         device(name)
+
+
+# --------------------------------------------------------------------------- a step of training
+def test_a_step_of_pretraining_is_what_the_ledger_counts_without_the_indexers() -> None:
+    config, length = mini(), 4096
+    found = step_flops(
+        config,
+        "pretrain",
+        tokens=length,
+        pairs=compute.dense_pairs(length),
+        selected=compute.sparse_pairs(length, config.index_topk),
+        mtp=3.0,
+    )
+    indexers = sum(
+        t.numel
+        for i in range(config.num_cache_layers)
+        for t in layer_tensors(config, i)
+        if t.group == "indexer" and t.is_matrix
+    )
+    trunk = sum(
+        t.numel
+        for i in range(config.num_hidden_layers)
+        for t in layer_tensors(config, i)
+        if t.group == "indexer" and t.is_matrix
+    )
+    unused = 3 * 2 * length * (trunk + 3 * (indexers - trunk))
+    norms = (
+        3 * 2 * length * 3 * sum(t.numel for t in layer_tensors(config, config.num_hidden_layers) if not t.is_matrix)
+    )  # which `mtp_flops` counts as matrices
+    whole = compute.training_flops(config, length, sparse=False, mtp_depths=3)
+    assert found.total == whole - unused - norms
+    assert found.sparse_attention == found.indexer == 0
+    assert found.dense_attention == 3 * (config.num_hidden_layers + 3) * compute.dense_pairs(
+        length
+    ) * compute.pair_flops(config, absorbed=False)
+
+
+def test_the_stages_of_a_step_by_hand() -> None:
+    """One token more, or one pair more, costs what its kind costs."""
+    config = glm5()
+
+    def cost(stage: str, **more: int) -> StepFlops:
+        counts = {"tokens": 0, "pairs": 0, "selected": 0, **more}
+        return step_flops(config, stage, mtp=0.0, **counts)
+
+    assert cost("warmup", pairs=1) == StepFlops(0, 78 * 2 * 64 * 512, indexer=3 * 78 * 2 * 32 * 128)
+    assert cost("sparse", pairs=1) == StepFlops(0, indexer=78 * 2 * 32 * 128)
+    assert cost("sparse", selected=1) == StepFlops(
+        0, sparse_attention=3 * 78 * 2 * 64 * 1088, indexer=2 * 78 * 2 * 32 * 128
+    )
+    assert cost("pretrain", selected=1) == StepFlops(0)
+    one = cost("pretrain", tokens=1).matrices
+    assert cost("warmup", tokens=1).matrices * 3 == one == cost("sparse", tokens=1).matrices
+    index = 78 * (2048 * 32 * 128 + 6144 * 128 + 6144 * 32)  # W_q, W_k and the heads' weights
+    assert cost("sparse", tokens=1).indexer == 2 * 2 * index
+    assert one == 6 * (compute.linear_flops(config) // 2 - index)
+
+
+def test_shares_of_a_peak_add_up_and_devices_are_known_by_their_drivers_names() -> None:
+    found = StepFlops(600, dense_attention=200).shares(2.0, devices=4, peak=1000.0)
+    assert found == {"all": 0.1, "matrices": 0.075, "dense_attention": 0.025}
+    assert named_device("NVIDIA H200") is DEVICES["h200"]
+    assert named_device("NVIDIA A100-SXM4-80GB") is DEVICES["a100-80"]
+    assert named_device("NVIDIA GeForce RTX 4090") is None
+    assert named_device("cpu") is None
