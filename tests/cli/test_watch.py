@@ -89,6 +89,35 @@ def test_run_is_found(here: Path, argv: list[str], capsys: pytest.CaptureFixture
     assert capsys.readouterr().out.startswith("runs/demo  interrupted")
 
 
+def test_what_a_run_makes_of_its_machine(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Each by its latest figure: some are not measured in every step."""
+    kinds = {"all": 0.31, "matrices": 0.25, "dense_attention": 0.06}
+    with RunLog(tmp_path / "r") as log:
+        memory = {"parameters": 512.0, "gradients": 128.0, "optimizer": 1024.0, "rest": 384.0}
+        costs = {"memory": memory, "exposed_communication": 0.08, "bubble": 0.12, "bubble_played": 0.1}
+        log.log(1, loss=1.0, tokens_per_second=9e4, memory_mib=2000.0, mfu=kinds, **costs)
+        log.log(2, loss=1.0, tokens_per_second=1e5, tflops_per_device=307.2, memory_mib=2048.0, mfu=kinds)
+    assert watch.main([str(tmp_path / "r"), "--once"]) == 0
+    speed, memory_line = capsys.readouterr().out.splitlines()[1:3]
+    assert speed == (
+        "speed     100,000 tokens/s, 307 TFLOP/s a device, MFU 31.0% (matrices 25.0%, dense attention 6.0%), "
+        "bubble 12% (of its schedule 10%), exposed communication 8%"
+    )
+    assert memory_line == (
+        "memory    at most 2,048 MiB a rank: parameters 512, gradients 128, optimizer 1,024, rest 384"
+    )
+
+
+def test_a_trace_is_asked_of_a_running_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with RunLog(tmp_path / "r") as log:
+        log.log(1, loss=1.0)
+        assert watch.main([str(tmp_path / "r"), "--profile"]) == 0
+    assert (tmp_path / "r" / "profile").exists()
+    assert "asked" in capsys.readouterr().out
+    with pytest.raises(UserError, match="does not run"):
+        watch.main([str(tmp_path / "r"), "--profile"])
+
+
 def test_metrics_by_name_or_part_of_one(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert watch.main(["runs/demo", "--metric", "load.a.1", "grad", "--height", "2"]) == 0
     names = [line.split()[0] for line in capsys.readouterr().out.splitlines() if "(lowest" in line]

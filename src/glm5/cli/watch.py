@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 import shutil
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,6 +23,7 @@ from rich.text import Text
 
 from glm5.utils.config_io import parse
 from glm5.utils.errors import ConfigError, UserError
+from glm5.utils.files import file_errors
 from glm5.utils.plots import format_number
 from glm5.utils.progress import format_seconds
 from glm5.utils.runlog import METRICS, MetricsReader, find_runs, flatten, run_status
@@ -49,6 +50,8 @@ class WatchOptions:
     """Lines of each curve."""
     every: float = 1.0
     """Seconds between pictures."""
+    profile: bool = False
+    """Ask the running training run for a profiler trace of its next step (RUN/profiles), and end."""
 
 
 def main(argv: list[str]) -> int:
@@ -67,6 +70,8 @@ def watch(options: WatchOptions) -> int:
         if not getattr(options, name) > 0:
             raise ConfigError(name, getattr(options, name), "must be positive")
     run = _find(options.run)
+    if options.profile:
+        return _ask_for_trace(run)
     reader = MetricsReader(run)
     console = Console(highlight=False)
     if options.once or not console.is_terminal:
@@ -95,6 +100,15 @@ def _find(name: str) -> Path:
     raise UserError(f"there is no run in {name or 'runs'}", mend)
 
 
+def _ask_for_trace(run: Path) -> int:
+    if run_status(run) != "running":
+        raise UserError(f"{run} does not run", "Name a step beforehand: --train.profile STEP")
+    with file_errors(run / "profile", "make"):
+        (run / "profile").touch()
+    print(f"asked     {run} for a trace of its next step; it comes into {run / 'profiles'}")
+    return 0
+
+
 # --------------------------------------------------------------------------- the picture
 def picture(run: Path, reader: MetricsReader, options: WatchOptions, width: int) -> list[str]:
     """The lines to show: a heading, then each metric's name, latest value and curve.
@@ -108,12 +122,37 @@ def picture(run: Path, reader: MetricsReader, options: WatchOptions, width: int)
         return [f"{run}  {status}, no metrics yet"]
     last = records[-1]
     lines = [f"{run}  {status}  step {last['step']:,.0f}  after {format_seconds(last['time'])} of work"]
+    lines += _machine({name: value for record in records for name, value in record.items()})
     for name in _choose(records, options.metric):
         points = [(r["step"], r[name]) for r in records if name in r]
         values = [v for _, v in points if math.isfinite(v)]
         spread = f"  (lowest {format_number(min(values))}, highest {format_number(max(values))})" if values else ""
         lines += ["", f"{name} {format_number(points[-1][1])}{spread}", *curve(points, width, options.height)]
     return lines
+
+
+def _machine(last: Mapping[str, float]) -> list[str]:
+    """What the run makes of its machine, by the latest figures: speed, and memory by kind."""
+    words = [f"{last['tokens_per_second']:,.0f} tokens/s"] if "tokens_per_second" in last else []
+    if "tflops_per_device" in last:
+        words.append(f"{last['tflops_per_device']:,.3g} TFLOP/s a device")
+    if "mfu.all" in last:
+        words.append(f"MFU {last['mfu.all']:.1%} ({_kinds(last, 'mfu.', '{:.1%}', without='all')})")
+    if "bubble" in last:
+        played = f" (of its schedule {last['bubble_played']:.0%})" if "bubble_played" in last else ""
+        words.append(f"bubble {last['bubble']:.0%}{played}")
+    if "exposed_communication" in last:
+        words.append(f"exposed communication {last['exposed_communication']:.0%}")
+    lines = [f"speed     {', '.join(words)}"] if words else []
+    if "memory.rest" in last:
+        most = last.get("memory_mib", 0.0)
+        lines.append(f"memory    at most {most:,.0f} MiB a rank: {_kinds(last, 'memory.', '{:,.0f}')}")
+    return lines
+
+
+def _kinds(last: Mapping[str, float], prefix: str, form: str, without: str = "") -> str:
+    kinds = {n.removeprefix(prefix): v for n, v in last.items() if n.startswith(prefix)}
+    return ", ".join(f"{n.replace('_', ' ')} {form.format(v)}" for n, v in kinds.items() if n != without)
 
 
 def _choose(records: Sequence[dict[str, float]], asked: Sequence[str]) -> list[str]:
