@@ -81,8 +81,8 @@ class Rollout:
         sample, group, task: names in the ledger. index: number of the group among its task's, from 0: which prompt.
         member: number of the sample in its group. attempt: 0, and more when an earlier one failed without its fault.
         seed: the same for all members of a group, in [0, 2^53).
-        session: of this attempt, at the gateway. base_url: of that session: an agent for OpenAI's interface attaches
-            there. api_key: that the gateway asks for.
+        session: of this attempt, at the gateway, which began it at `begun` by its own clock. base_url: of that session:
+            an agent for OpenAI's interface attaches there. api_key: that the gateway asks for.
         time_s: in which the service must answer.
     """
 
@@ -96,6 +96,7 @@ class Rollout:
     session: str
     base_url: str
     time_s: float
+    begun: float = 0.0
     api_key: str | None = None
 
     @classmethod

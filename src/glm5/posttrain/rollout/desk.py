@@ -1,0 +1,63 @@
+"""Where task services register, and where one sees how rollouts go: a small application beside the orchestrator.
+
+    POST   /services        an `Offer`; answered by {"beat_s": ...}: how often to send it again
+    DELETE /services/NAME   the service leaves
+    GET    /status          all figures, JSON          GET /metrics   the same for Prometheus
+
+Read next: `glm5.agents.protocol`, `figures`.
+"""
+
+from __future__ import annotations
+
+import time
+
+import httpx
+from starlette.applications import Starlette
+from starlette.middleware import Middleware
+from starlette.requests import Request
+from starlette.responses import JSONResponse, PlainTextResponse, Response
+from starlette.routing import Route
+
+from glm5.agents.protocol import Offer
+from glm5.posttrain.rollout.figures import prometheus
+from glm5.posttrain.rollout.orchestrator import Orchestrator
+from glm5.serve.http.guard import Guard
+from glm5.utils.errors import DataError
+
+MAX_BODY, BODY_S = 1 << 16, 10.0  # of a request: a service that trickles is sent away
+
+
+def create_desk(of: Orchestrator, api_key: str | None = None) -> Starlette:
+    """The application. Requests must bear `api_key`, if there is one."""
+
+    async def offer(request: Request) -> Response:
+        try:
+            offered = Offer.from_json(await request.json())
+        except (DataError, ValueError) as error:
+            return JSONResponse({"error": str(error)}, 400)
+        try:
+            await of.offered(offered)
+        except (httpx.HTTPError, DataError) as error:
+            what = f"the service cannot be asked at {offered.url}: {error or type(error).__name__}"
+            return JSONResponse({"error": what}, 503)
+        return JSONResponse({"beat_s": of.options.beat_s})
+
+    async def leave(request: Request) -> Response:
+        of.left(request.path_params["name"])
+        return JSONResponse({})
+
+    async def status(request: Request) -> Response:
+        return JSONResponse(of.figures.snapshot(of, time.time()))
+
+    async def metrics(request: Request) -> Response:
+        return PlainTextResponse(prometheus(of.figures.snapshot(of, time.time())))
+
+    return Starlette(
+        routes=[
+            Route("/services", offer, methods=["POST"]),
+            Route("/services/{name}", leave, methods=["DELETE"]),
+            Route("/status", status, methods=["GET"]),
+            Route("/metrics", metrics, methods=["GET"]),
+        ],
+        middleware=[Middleware(Guard, api_key=api_key, max_body_bytes=MAX_BODY, body_timeout_s=BODY_S)],
+    )
