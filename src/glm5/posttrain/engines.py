@@ -128,7 +128,7 @@ class Engines:
         self.pool.router.set_version(next(iter(self._engines.values())).weight_version)
         listening = socket.create_server(("127.0.0.1", 0), backlog=2048)
         app = create_gateway(self.pool, start=self.pool.start, stop=self.pool.stop)
-        config = uvicorn.Config(app, log_level="warning", ws="none", timeout_keep_alive=75)
+        config = uvicorn.Config(app, log_level="warning", ws="none", timeout_graceful_shutdown=5)
         self._server = uvicorn.Server(config)
         self._tasks = [
             asyncio.ensure_future(self._server.serve([listening])),
@@ -144,7 +144,6 @@ class Engines:
         await self.pool.abort(None)
         if self._tasks:
             self._server.should_exit = True
-            self._server.force_exit = True
             self._tasks[1].cancel()
             await asyncio.gather(*self._tasks, return_exceptions=True)
         for engine in self._engines.values():
