@@ -140,13 +140,19 @@ class Scorer:
         """Of a directory. Errors as `RewardModel.load`."""
         return cls(RewardModel.load(path, device), load_tokenizer(path), at_once)
 
-    def score(self, answers: Sequence[tuple[Sequence[Message], str]], tools: Sequence[Tool] = ()) -> list[float]:
-        """Scores in [0, 1] of answers, each with its conversation.
+    def score(
+        self, answers: Sequence[tuple[Sequence[Message], str]], tools: Sequence[Sequence[Tool]] | None = None
+    ) -> list[float]:
+        """Scores in [0, 1] of answers, each with its conversation and, where it has some, its tools.
 
         Raises:
             DataError: one is longer than the model's context.
         """
-        texts = [answered(self.tokenizer, messages, response, tools) for messages, response in answers]
+        told = tools or [()] * len(answers)
+        texts = [
+            answered(self.tokenizer, messages, response, of)
+            for (messages, response), of in zip(answers, told, strict=True)
+        ]
         longest = max(map(len, texts), default=0)
         if longest > self.model.longest:
             what = (
