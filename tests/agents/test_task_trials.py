@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from glm5.agents.sandbox import Limits
-from glm5.agents.tasks import AgentTimeout, Judged, Trial, attempt, read_task, read_tasks, solve
+from glm5.agents.tasks import AgentTimeout, InSandbox, Judged, Trial, attempt, read_task, read_tasks, solve
 from glm5.utils.outcome import Outcome
 from support.tasks import EXAMPLES, make
 
@@ -141,9 +141,9 @@ def test_a_spoiled_environment_is_a_failed_task(tmp_path: Path, spoil: str) -> N
         "cat <<< text > $(mktemp) && test -e /app/done; echo $((1 - $?)) > /logs/verifier/reward.txt\n"
     )
     task = read_task(tmp_path)
-    judged = attempt(task, lambda trial: trial.act(spoil) and None, Limits(files=500))
+    judged = attempt(task, lambda trial: trial.act(spoil) and None, InSandbox(Limits(files=500)))
     assert (judged.outcome, judged.reward) == (Outcome.TASK_FAILED, 0.0), judged
-    judged = attempt(task, lambda trial: trial.act(f"touch /app/done; {spoil}") and None, Limits(files=500))
+    judged = attempt(task, lambda trial: trial.act(f"touch /app/done; {spoil}") and None, InSandbox(Limits(files=500)))
     assert (judged.outcome, judged.reward) == (Outcome.OK, 1.0), judged
 
 
@@ -194,7 +194,7 @@ def test_an_agents_own_fault_is_not_hidden(tmp_path: Path) -> None:
 
 def test_memory_of_the_task_is_the_bound(tmp_path: Path) -> None:
     make(tmp_path, "[environment]\nmemory_mb = 48\nstorage_mb = 8")
-    with Trial(read_task(tmp_path), Limits(processes=9)) as trial:
+    with Trial(read_task(tmp_path), InSandbox(Limits(processes=9))) as trial:
         assert trial.act("python3 -c 'x = b\"x\" * (200 << 20)'").ending == "memory"
         assert trial.act("head -c 20M /dev/zero > x").code == 1
 

@@ -14,12 +14,10 @@ Read next: `limits`, `pipes`, `seccomp`.
 
 from __future__ import annotations
 
-import io
 import json
 import os
 import posixpath
 import subprocess
-import tarfile
 import tempfile
 import threading
 import time
@@ -28,6 +26,7 @@ from pathlib import Path
 from types import TracebackType
 
 from glm5.agents.sandbox import cgroups, seccomp
+from glm5.agents.sandbox.files import pack, read_tree
 from glm5.agents.sandbox.host import SandboxError, require, search_path, unprivileged
 from glm5.agents.sandbox.limits import MIB, Ending, Finished, Limits, readable
 from glm5.agents.sandbox.pipes import converse
@@ -205,14 +204,8 @@ class Sandbox:
             SandboxError: they do not fit, or a link stands in the way.
         """
         content = read_tree(files) if isinstance(files, Path) else files
-        packed = io.BytesIO()
-        with tarfile.open(fileobj=packed, mode="w") as tar:
-            for name, (data, mode) in sorted(content.items()):
-                entry = tarfile.TarInfo(name)
-                entry.size, entry.mode = len(data), mode
-                tar.addfile(entry, io.BytesIO(data))
         line = 'mkdir -p -- "$0" && tar --extract --no-same-owner --directory "$0"'
-        done = self.run(["sh", "-c", line, directory], stdin=packed.getvalue(), cwd="/")
+        done = self.run(["sh", "-c", line, directory], stdin=pack(content), cwd="/")
         if not done.ok:
             raise SandboxError(f"cannot write into {directory}: {done.text.strip()[-300:]}", "Raise limits.disk_bytes")
 
@@ -335,21 +328,6 @@ class Sandbox:
         line += ["--remount-ro", "/dev", "--remount-ro", "/", "--chdir", cwd, "--"]
         line += ["prlimit", f"--cpu={limits.cpu_s}:{limits.cpu_s + 1}", f"--fsize={limits.file_bytes}", "--core=0"]
         return [*line, f"--nofile={limits.open_files}", f"--nproc={limits.processes}", "--"]
-
-
-def read_tree(directory: Path) -> dict[str, tuple[bytes, int]]:
-    """The files below a directory of the host: relative name -> bytes and mode. Links are refused.
-
-    Raises:
-        SandboxError: there is a link, or something else that is no file.
-    """
-    found = {}
-    for path in sorted(directory.rglob("*")):
-        if path.is_symlink() or not (path.is_file() or path.is_dir()):
-            raise SandboxError(f"{path} is neither file nor directory", "Remove it, or put a copy in its place")
-        if path.is_file():
-            found[path.relative_to(directory).as_posix()] = (path.read_bytes(), path.stat().st_mode & 0o777)
-    return found
 
 
 def _status(data: bytes) -> tuple[int | None, int | None]:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+import os
+import re
 import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -13,6 +15,8 @@ from glm5.agents.tasks.dockerfile import Image, read_dockerfile
 from glm5.utils.errors import DataError
 
 MIB = 1 << 20
+_MODES = ("public", "allowlist", "no-network")  # the later, the stricter
+_VARIABLE = re.compile(r"\$\{(\w+)(?::-([^}]*))?\}")
 
 
 class TaskError(DataError):
@@ -27,7 +31,11 @@ class Task:
         name: of `[task]`, or of its directory.
         directory: where it lies.
         instruction: what the agent is told.
-        image: its Dockerfile, as far as the sandbox follows it.
+        docker_image: what it runs in where it has no Dockerfile.
+        workdir: where commands start, in place of what the Dockerfile says.
+        cpus: None: not bounded.
+        network: whether it asks for one; allowlist: for some addresses of it only.
+        agent_user, verifier_user: whose commands are run, in a container.
         environment, verifier_environment, solution_environment: variables for all commands, the verifier, the solution.
         metadata: whatever `[metadata]` holds.
     """
@@ -35,12 +43,18 @@ class Task:
     name: str
     directory: Path
     instruction: str
-    image: Image
+    docker_image: str
+    workdir: str | None
     agent_s: float
     verifier_s: float
     build_s: float
+    cpus: float | None
     memory_bytes: int
     disk_bytes: int
+    network: bool
+    allowlist: bool
+    agent_user: str | None
+    verifier_user: str | None
     environment: Mapping[str, str]
     verifier_environment: Mapping[str, str]
     solution_environment: Mapping[str, str]
@@ -49,6 +63,11 @@ class Task:
     @property
     def has_solution(self) -> bool:
         return (self.directory / "solution" / "solve.sh").is_file()
+
+    def image(self) -> Image:
+        """Its Dockerfile, as the sandbox follows it. Raises DataError where it cannot."""
+        path = self.directory / "environment" / "Dockerfile"
+        return read_dockerfile(path) if path.is_file() else Image()
 
 
 def read_tasks(directory: Path) -> list[Task]:
@@ -63,44 +82,64 @@ def read_tasks(directory: Path) -> list[Task]:
     return found
 
 
+# What is refused, by field, where it has a value.
+_NOT_HERE = {
+    "steps": "tasks of several steps are not run here",
+    "environment.gpus": "there is no GPU in its environment here",
+    "environment.tpu": "there is no TPU in its environment here",
+    "environment.mcp_servers": "MCP servers are not started here",
+    "environment.skills_dir": "agents' skills are not laid out here",
+    "environment.healthcheck": "health checks are not made here",
+    "verifier.environment": "a verifier in its own container is not run here",
+    "verifier.collect": "nothing is collected for the verifier here",
+}
+
+
 def read_task(directory: Path) -> Task:
-    """Read and check a task.
+    """Read and check a task. What the sandbox cannot follow in its Dockerfile is found when it is laid out there.
 
     Raises:
-        TaskError: a file is missing, a field has a value that it cannot have, or the task needs what the sandbox has
-            not: several containers, steps, a GPU, a verifier in a container of its own.
+        TaskError: a file is missing, a field has a value that it cannot have, or the task needs what is had neither in
+            the sandbox nor in one container: several containers, steps, a GPU, a verifier in a container of its own.
     """
     for needed in ("task.toml", "instruction.md", "tests/test.sh"):
         if not (directory / needed).is_file():
             raise TaskError(f"{directory} has no {needed}", "A task has task.toml, instruction.md and tests/test.sh")
-    table = _toml(directory / "task.toml")
-    fields = _Fields(directory / "task.toml", table)
-    if table.get("steps"):
-        raise TaskError(f"{directory}: tasks of several steps are not run here", "Make a task of each step")
-    if fields.number("environment.gpus", 0, least=0):
-        raise TaskError(f"{directory}: environment.gpus: the sandbox has no GPU", "Run it in a container")
-    if fields.get("verifier.environment", {}) or fields.get("verifier.environment_mode", "shared") != "shared":
-        raise TaskError(f"{directory}: a verifier in its own container is not run here", "Run it with Harbor")
+    fields = _Fields(directory / "task.toml", _toml(directory / "task.toml"))
+    for name, reason in _NOT_HERE.items():
+        if fields.get(name, None):
+            raise TaskError(f"{directory}: {name}: {reason}", "Run the task with Harbor itself")
+    if fields.get("environment.os", "linux") != "linux":
+        raise TaskError(f"{directory}: environment.os: only Linux is run here", "Run the task with Harbor itself")
+    if fields.get("verifier.environment_mode", "shared") != "shared":
+        raise TaskError(f"{directory}: a verifier in its own container is not run here", "Run it with Harbor itself")
     for compose in ("docker-compose.yaml", "docker-compose.yml"):
         if (directory / "environment" / compose).exists():
             raise TaskError(f"{directory}: environment/{compose}: several containers are not run here", "Use Harbor")
-    dockerfile = directory / "environment" / "Dockerfile"
-    if not dockerfile.is_file() and not fields.get("environment.docker_image", ""):
+    docker_image = fields.text("environment.docker_image") or ""
+    if not (directory / "environment" / "Dockerfile").is_file() and not docker_image:
         raise TaskError(f"{directory} has neither environment/Dockerfile nor environment.docker_image", "Add one")
+    mode = fields.network()
     return Task(
-        name=str(fields.get("task.name", directory.name)),
+        name=fields.text("task.name") or directory.name,
         directory=directory,
         instruction=(directory / "instruction.md").read_text(encoding="utf-8"),
-        image=read_dockerfile(dockerfile) if dockerfile.is_file() else Image(),
+        docker_image=docker_image,
+        workdir=fields.text("environment.workdir"),
         agent_s=fields.number("agent.timeout_sec", 600.0),
         verifier_s=fields.number("verifier.timeout_sec", 600.0),
         build_s=fields.number("environment.build_timeout_sec", 600.0),
+        cpus=fields.number("environment.cpus", 0.0, least=0.0) or None,
         memory_bytes=int(fields.number("environment.memory_mb", 1024)) * MIB,
         disk_bytes=int(fields.number("environment.storage_mb", 256)) * MIB,
+        network=mode != "no-network",
+        allowlist=mode == "allowlist",
+        agent_user=fields.text("agent.user"),
+        verifier_user=fields.text("verifier.user"),
         environment=fields.variables("environment.env"),
         verifier_environment=fields.variables("verifier.env"),
         solution_environment=fields.variables("solution.env"),
-        metadata=dict(table.get("metadata", {})),
+        metadata=dict(fields.get("metadata", {})),
     )
 
 
@@ -135,8 +174,32 @@ class _Fields:
             raise TaskError(f"{self.path}: {name}={value!r}: must be a number above 0", "Mend the field")
         return float(value)
 
+    def text(self, name: str) -> str | None:
+        value = self.get(name, None)
+        if value is not None and (isinstance(value, bool) or not isinstance(value, str | int) or value == ""):
+            raise TaskError(f"{self.path}: {name}={value!r}: must be a text", "Mend the field")
+        return None if value is None else str(value)
+
+    def network(self) -> str:
+        """`public`, `no-network` or `allowlist`; the stricter of what the environment, agent and verifier ask for."""
+        old = {True: "public", False: "no-network", None: None}[self.get("environment.allow_internet", None)]
+        modes = {name: self.text(f"{name}.network_mode") for name in ("environment", "agent", "verifier")}
+        modes["environment"] = modes["environment"] or old or "public"
+        for name, mode in modes.items():
+            if mode not in (None, *_MODES):
+                raise TaskError(f"{self.path}: {name}.network_mode={mode!r}: is not known", f"Use {', '.join(_MODES)}")
+        return max((mode for mode in modes.values() if mode), key=_MODES.index)
+
     def variables(self, name: str) -> dict[str, str]:
+        """Texts in which `${NAME}` and `${NAME:-default}` stand for variables of this process."""
         value = self.get(name, {})
         if not isinstance(value, Mapping) or not all(isinstance(v, str) for v in value.values()):
             raise TaskError(f"{self.path}: {name}: must be a table of texts", "Mend the field")
-        return dict(value)
+
+        def variable(found: re.Match[str]) -> str:
+            known = os.environ.get(found[1], found[2])
+            if known is None:
+                raise TaskError(f"{self.path}: {name}: ${{{found[1]}}} is not set", f"Set {found[1]}")
+            return known
+
+        return {key: _VARIABLE.sub(variable, text) for key, text in value.items()}
