@@ -1,8 +1,12 @@
-"""`glm5 rl reason CHECKPOINT`: a policy learns from verified answers. Read next: `glm5.posttrain.reason`."""
+"""`glm5 rl KIND CHECKPOINT`: a policy learns from verified answers, from rules, a reward model and a judge, or from what
+agents do.
+
+Read next: `glm5.posttrain.reason`, `glm5.posttrain.general`, `glm5.posttrain.agent_run`.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 from glm5.cli.pretrain import describe
@@ -10,19 +14,37 @@ from glm5.utils.config_io import parse, to_dict
 from glm5.utils.errors import UserError
 
 if TYPE_CHECKING:
-    from glm5.posttrain.reason import ReasonConfig
+    from glm5.posttrain.general import GeneralConfig
+    from glm5.posttrain.prompts import Prompt
+    from glm5.posttrain.reason import Reader, ReasonConfig, Reasoned
+    from glm5.posttrain.rollouts import Judges
+    from glm5.posttrain.verify.pool import VerifierPool
 
 DESCRIPTION = """Reinforcement learning from verified answers: glm5 rl reason CHECKPOINT [options].
 
 Prompts are JSONL rows of prompt, answer, verifier, domain (--prompts.data FILE ...; docs/post-training.md says what
 else they may hold), or tasks of reasoning-gym made on the spot (--prompts.tasks). The loss is the report's Eq. 1."""
 
+GENERAL = """Reinforcement learning from rules, a reward model and a judge: glm5 rl general CHECKPOINT [options].
+
+Prompts are JSONL rows of prompt and domain, with rules, rubrics, anchors, verifier and answer where wanted
+(--prompts.data FILE ...; docs/post-training.md says more). Rules of every answer: --reward.rules; a reward model:
+--reward.model; a judge behind any OpenAI-compatible endpoint: --reward.judge.url and .model, its key in the environment
+variable GLM5_JUDGE_KEY. Weights and gates are --reward.weights... and --reward.gates..."""
+
+AGENT = """Asynchronous reinforcement learning of agents: glm5 rl agent CHECKPOINT --tasks FILE.py:Class [options].
+
+Engine, gateway, orchestrator and learner run in this process, tasks too or wherever they register (--desk). The loss is
+the report's Eq. 3 to 5. docs/agent-rl.md says more. Needs the extra `serve`."""
+
 USAGE = """usage: glm5 rl KIND CHECKPOINT [options]
 
 kinds:
   reason   learn from verified answers: maths, science, code, puzzles
+  general  learn from rules, a reward model and a judge: instructions, empathy, writing
+  agent    learn from what agents do in their tasks, asynchronously
 
-`glm5 rl reason --help` lists its options."""
+`glm5 rl KIND --help` lists its options."""
 
 
 def main(argv: Sequence[str]) -> int:
@@ -31,9 +53,9 @@ def main(argv: Sequence[str]) -> int:
         print(USAGE)
         return 0
     kind, *arguments = argv
-    if kind != "reason":
-        raise UserError(f"no kind {kind!r} of reinforcement learning", "There is: reason")
-    return _reason(arguments)
+    if kind not in KINDS:
+        raise UserError(f"no kind {kind!r} of reinforcement learning", f"There are: {', '.join(KINDS)}")
+    return KINDS[kind](arguments)
 
 
 def _reason(arguments: list[str]) -> int:
@@ -47,13 +69,53 @@ def _reason(arguments: list[str]) -> int:
     if config.dry_run:
         dry_run(config)
         return 0
-    found = reason(config)
+    said(reason(config))
+    return 0
+
+
+def _general(arguments: list[str]) -> int:
+    from glm5.posttrain.general import GeneralConfig, general, hybrid_reward, read_general, resolve
+
+    config, _ = resolve(
+        parse(GeneralConfig, arguments, prog="glm5 rl general", description=GENERAL, first="checkpoint")
+    )
+    for line in describe(to_dict(config)):
+        print(line)
+    if config.dry_run:
+        dry_run(config, read_general, lambda pool, prompts: hybrid_reward(config, pool, prompts))
+        return 0
+    said(general(config))
+    return 0
+
+
+def said(found: Reasoned) -> None:
+    """What came of a run, and what to do next."""
     print(f"learned   {found.steps:,} steps from {found.prompts:,} prompts: {counts(found.states)}")
     for domain, after in found.held_out.get("after", {}).items():
         print(f"held out  {domain}: {found.held_out['before'].get(domain, 0.0):.1%} before, {after:.1%} after")
     print(f"run       {found.run}  (metrics.jsonl, samples.jsonl, rollouts.html; `glm5 watch {found.run}` draws it)")
     print(f"next      glm5 chat {found.model}")
+
+
+def _agent(arguments: list[str]) -> int:
+    try:
+        from glm5.posttrain.agent_run import AgentConfig, agent, resolve
+    except ModuleNotFoundError as error:
+        raise UserError(f"glm5 rl agent needs {error.name}", "Install the extra: pip install 'glm5[serve]'") from None
+
+    config = parse(AgentConfig, arguments, prog="glm5 rl agent", description=AGENT, first="checkpoint")
+    for line in describe(to_dict(resolve(config)[0])):
+        print(line)
+    found = agent(config)
+    print(f"learned   {found.steps:,} steps from {sum(found.states.values()):,} samples: {counts(found.states)}")
+    for task, after in found.held_out.get("after", {}).items():
+        print(f"held out  {task}: {found.held_out['before'].get(task, 0.0):.1%} before, {after:.1%} after")
+    print(f"run       {found.run}  (`glm5 watch {found.run}`, `glm5 trajectories {found.run}/trajectories.sqlite`)")
+    print(f"next      glm5 chat {found.model}")
     return 0
+
+
+KINDS: dict[str, Callable[[list[str]], int]] = {"reason": _reason, "general": _general, "agent": _agent}
 
 
 def counts(states: dict[str, int]) -> str:
@@ -61,25 +123,39 @@ def counts(states: dict[str, int]) -> str:
     return ", ".join(f"{n:,} {state}" for state, n in sorted(states.items())) or "none"
 
 
-def dry_run(config: ReasonConfig) -> None:
-    """Read and check the prompts, draw and judge one group, and say what a run would be. Keeps nothing."""
+def dry_run(
+    config: ReasonConfig | GeneralConfig,
+    read: Reader | None = None,
+    judges: Callable[[VerifierPool, Sequence[Prompt]], Judges] | None = None,
+) -> None:
+    """Read and check the prompts, draw and judge one group, and say what a run would be. Keeps nothing.
+
+    Args:
+        read, judges: what rows are read by, and what judges answers; by default those of verified answers.
+    """
     from glm5.model.weights import load_model
     from glm5.posttrain import reason
+    from glm5.posttrain.prompts import read_prompts
     from glm5.posttrain.rollouts import Rollouts, figures
     from glm5.text.tokenizer import load_tokenizer
 
-    prompts = reason.prepare_prompts(config.prompts, config.learn.seed)
+    prompts = reason.prepare_prompts(config.prompts, config.learn.seed, read or read_prompts)
     for line in reason.describe(prompts):
         print(line)
     model = load_model(config.checkpoint, device=config.device, dtype="float32")
-    with reason.verifier_pool(config.rollout, [*prompts.train, *prompts.held_out]) as pool:
+    everyone = [*prompts.train, *prompts.held_out]
+    with reason.verifier_pool(config.rollout, everyone) as pool:
         rollouts = Rollouts(model, load_tokenizer(config.checkpoint), config.rollout, pool, seed=config.learn.seed)
-        longest = rollouts.refuse_long([*prompts.train, *prompts.held_out])
+        if judges is not None:
+            rollouts.judges = judges(pool, everyone)
+        longest = rollouts.refuse_long(everyone)
         groups = rollouts.draw([(0, prompts.order.prompts(0, 1)[0])])
         rollouts.judge(groups)
     shown = figures(groups)
     print(f"prompt    the longest has {longest:,} tokens; of one group of {len(groups[0].samples)} answers:")
     print(f"          reward {shown.get('reward', 'none')}, mean length {shown['completions/mean_length']:.0f} tokens")
     print(f"          first answer: {groups[0].samples[0].text[:200]!r}")
+    if (verdict := groups[0].samples[0].verdict) is not None and verdict.detail:
+        print(f"          its verdict: {verdict.detail[:200]}")
     answers = config.learn.steps * config.rollout.prompts * config.rollout.group
     print(f"dry run: nothing was kept. A run learns from up to {answers:,} answers, in {config.run}")
