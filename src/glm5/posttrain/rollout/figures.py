@@ -59,13 +59,13 @@ class Figures:
 
     def retried(self, task: str, ending: Ending) -> None:
         """An attempt is followed by another."""
-        self.of(task).retries[ending.outcome] += 1
+        self.of(task).retries[str(ending.outcome)] += 1
 
     def ended(self, job: Job, ending: Ending, version: int | None, seconds: float) -> None:
         """A sample has finished."""
         self.finished += 1
         one = self.of(job.task)
-        one.outcomes["cancelled" if ending.cancelled else ending.outcome] += 1
+        one.outcomes["cancelled" if ending.cancelled else str(ending.outcome)] += 1
         one.mean("seconds", seconds)
         one.mean("useful", float(not (ending.cancelled or ending.outcome.leaves_group)))
         if ending.reward is not None:

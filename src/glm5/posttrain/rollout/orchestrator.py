@@ -13,6 +13,7 @@ Source: the report, sections 3.6 and 4.1. Read next: `steering`, `sample`, `desk
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import logging
 from collections import Counter, deque
 from collections.abc import Callable
@@ -69,7 +70,8 @@ class Orchestrator:
         o = self.options
         self.services = Services(self._http, self.clock, silent_s=o.silent_s, patience_s=o.patience_s)
         self.sessions = Sessions(gateway, self._http, sampling=sampling, api_key=api_key)
-        self.sampling = Sampling(self.services, self.sessions, o, lambda: self.version, self._retried)
+        run = hashlib.blake2b(str(store.path.absolute()).encode(), digest_size=4).hexdigest()
+        self.sampling = Sampling(self.services, self.sessions, o, run, lambda: self.version, self._retried)
         self.steering = Steering(o.lead or 2 * o.group)
         self.figures = Figures(o.concurrency)
         self.version: int | None = None
@@ -184,9 +186,13 @@ class Orchestrator:
                 self.waiting.setdefault(job.task, deque()).append(job)
                 self.steering.began(job.task, [job.sample], self.clock())
         for session in await self.sessions.names():
-            name, _, attempt = session.partition(":")
-            if attempt and name in known:
+            name, _, rest = session.partition(":")
+            if not rest.startswith(f"{self.sampling.run_name}:"):
+                continue
+            if name in known:
                 known[name].strays.append(session)
+            else:  # delivered
+                self.sampling.forget_session(name.partition("-")[0], session)
         if known:
             log.info("%d samples are open, and picked up", len(known))
         self.version = await self.sessions.version()

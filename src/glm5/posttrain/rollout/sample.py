@@ -105,6 +105,7 @@ class Sampling:
     """Runs samples to their ends.
 
     Args:
+        run: short, another one for each ledger: it is part of the sessions' names.
         version: the number of the engines' weights now. retried: told of each attempt that is followed by another.
     """
 
@@ -113,12 +114,13 @@ class Sampling:
         services: Services,
         sessions: Sessions,
         options: RolloutOptions,
+        run: str,
         version: Callable[[], int | None],
         retried: Callable[[Job, Ending], None],
     ) -> None:
         self.services, self.sessions, self.options = services, sessions, options
         self._version, self._retried = version, retried
-        self._boot = secrets.token_hex(3)  # sessions of another orchestrator have other names
+        self.run_name, self._boot = run, secrets.token_hex(3)  # sessions of another orchestrator have other names
         self._forgetting: set[asyncio.Task[None]] = set()
 
     async def run(self, job: Job) -> Ending:
@@ -168,7 +170,7 @@ class Sampling:
             return Ending(Outcome.ENV_CRASH, detail=f"the session cannot be learned from: {error}")
 
     async def _begin(self, job: Job, offer: Offer) -> Rollout:
-        session = f"{job.sample}:{self._boot}{job.attempt}"
+        session = f"{job.sample}:{self.run_name}:{self._boot}:{job.attempt}"
         return Rollout(
             sample=job.sample,
             group=job.group,
