@@ -12,7 +12,9 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
@@ -414,11 +416,28 @@ def _loaded(fast: Fast) -> Callable[..., Any]:
     return fast.load()
 
 
+_INSTEAD: ContextVar[Mapping[str, Callable[..., Any]] | None] = ContextVar("instead", default=None)
+
+
+@contextmanager
+def instead(versions: Mapping[str, Callable[..., Any]]) -> Iterator[None]:
+    """Inside it, in this thread, these versions run by their operators' names, and of other operators the
+    specification, whatever the tensors: whoever gives them knows what they take."""
+    token = _INSTEAD.set(versions)
+    try:
+        yield
+    finally:
+        _INSTEAD.reset(token)
+
+
 def pick(operator: str, *tensors: Tensor) -> Callable[..., Any] | None:
     """The fast version of `operator` for these tensors, or None: run the specification.
 
     On a CUDA device a refusal is logged once with its reason; on a CPU, that there is no compiler.
     """
+    given = _INSTEAD.get()
+    if given is not None:
+        return given.get(operator)
     if tensors[0].is_cpu:
         fast = _ON_CPU[operator]
         if fast is None or fast.refuses(*tensors) is not None or os.environ.get("GLM5_KERNELS") == "torch":
