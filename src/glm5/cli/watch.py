@@ -14,7 +14,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import tyro
 from rich.console import Console, Group, RenderableType
@@ -116,19 +116,27 @@ def picture(run: Path, reader: MetricsReader, options: WatchOptions, width: int)
     Raises:
         UserError: none of the run's metrics has the name that was asked for; it lists those it has.
     """
-    records = [flatten(record) for record in reader.poll()]
+    read = reader.poll()
+    records = [flatten(record) for record in read]
     status = run_status(run)
     if not records:
         return [f"{run}  {status}, no metrics yet"]
     last = records[-1]
     lines = [f"{run}  {status}  step {last['step']:,.0f}  after {format_seconds(last['time'])} of work"]
     lines += _machine({name: value for record in records for name, value in record.items()})
+    lines += _alerts(read)
     for name in _choose(records, options.metric):
         points = [(r["step"], r[name]) for r in records if name in r]
         values = [v for _, v in points if math.isfinite(v)]
         spread = f"  (lowest {format_number(min(values))}, highest {format_number(max(values))})" if values else ""
         lines += ["", f"{name} {format_number(points[-1][1])}{spread}", *curve(points, width, options.height)]
     return lines
+
+
+def _alerts(records: Sequence[Mapping[str, Any]]) -> list[str]:
+    """What the run's monitors said: of each, its first word, the last time."""
+    latest = {text.partition(":")[0]: (record["step"], text) for record in records for text in record.get("alert", ())}
+    return [f"alert  step {step:,}  {text}" for step, text in sorted(latest.values())]
 
 
 def _machine(last: Mapping[str, float]) -> list[str]:
