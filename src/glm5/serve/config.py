@@ -30,6 +30,6 @@ class EngineConfig:
     changes no token."""
     invariant: bool = False
     """Log-probabilities that do not depend on what runs beside a request, nor on chunks or cached prefixes, to the last
-    bit: on a CPU, in float32, more slowly."""
+    bit, more slowly: on a GPU, or on a CPU in float32."""
     cuda_graphs: bool = True
     """Record decode steps as CUDA graphs, and replay them: on a GPU, where it changes no answer."""

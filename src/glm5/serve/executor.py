@@ -124,7 +124,7 @@ class Executor:
         self._graphs = None
         if record is not None:
             limits = dict(most=config.max_running, context=self._context)
-            self._graphs = Graphs(model, self.cache, spare=self.pages, record=record, **limits)
+            self._graphs = Graphs(model, self.cache, spare=self.pages, record=record, fixed=config.invariant, **limits)
 
     @torch.inference_mode()
     def warm(self) -> None:
@@ -171,14 +171,14 @@ class Executor:
         """Hidden states of each item's slots, [slots, D], and, where the step was recorded, the logits of all."""
         runs = [Run(item.pages, item.start, item.slots) for item in items]
         ids = [i.sequence.ids[i.start : i.start + i.count] + d for i, d in zip(items, drafts, strict=True)]
-        if self._config.invariant:
-            return invariant.hidden(self._model, self.cache, runs, ids), None
         routed = [item for item in items if item.sequence.request.params.routed_experts]
         decoding = all(item.count == len(item.answers) == 1 for item in items)
         if self._graphs is not None and decoding and not routed:
             recorded = self._graphs(runs, ids)
             if recorded is not None:
                 return list(recorded[0].split(items[0].slots)), recorded[1]
+        if self._config.invariant:
+            return invariant.hidden(self._model, self.cache, runs, ids), None
         trace = Trace() if routed else None
         batch = PagedBatch(self.cache, runs)
         flat_ND = self._model.hidden(batch.flat(ids), cache=batch, trace=trace)[0]

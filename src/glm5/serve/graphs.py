@@ -15,6 +15,7 @@ from __future__ import annotations
 import logging
 import warnings
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 
 import torch
 from torch import Tensor
@@ -23,6 +24,7 @@ from glm5.kernels.pages import Pages
 from glm5.kernels.visibility import Visibility
 from glm5.model.glm5 import GLM5
 from glm5.model.paged import PagedBatch, PagedCache, Run
+from glm5.serve import invariant
 
 log = logging.getLogger(__name__)
 
@@ -83,10 +85,13 @@ class StaticBatch(PagedBatch):
 
     Args:
         start_B: int64, the first slot of each sequence's rows. table_BP: int64, its pages. spare: nobody's page.
+        by_row: see `PagedBatch`.
     """
 
-    def __init__(self, cache: PagedCache, start_B: Tensor, table_BP: Tensor, queries: int, spare: int) -> None:
-        self.cache, self.size, self.spare = cache, cache.size, spare
+    def __init__(
+        self, cache: PagedCache, start_B: Tensor, table_BP: Tensor, queries: int, spare: int, by_row: bool = False
+    ) -> None:
+        self.cache, self.size, self.spare, self.by_row = cache, cache.size, spare, by_row
         last_BT = start_B[:, None] + torch.arange(queries, device=start_B.device)
         visible = Visibility(torch.zeros_like(last_BT), last_BT, table_BP.shape[1] * cache.size)
         self._place([(visible, Pages(table_BP, cache.size))], first=0)
@@ -99,13 +104,14 @@ class StaticBatch(PagedBatch):
 
 
 class _Step:
-    """One recorded shape: `rows` sequences with `queries` rows each, whose tables have `pages` pages."""
+    """One recorded shape: `rows` sequences with `queries` rows each, whose tables have `pages` pages. fixed: with the
+    operators of the invariant mode."""
 
     def __init__(
-        self, model: GLM5, cache: PagedCache, shape: tuple[int, int, int], spare: int, record: Recorder
+        self, model: GLM5, cache: PagedCache, shape: tuple[int, int, int], spare: int, fixed: bool, record: Recorder
     ) -> None:
         (rows, queries, pages), device = shape, cache.hidden.device
-        self._model, self._cache, self._queries, self._spare = model, cache, queries, spare
+        self._model, self._cache, self._queries, self._spare, self._fixed = model, cache, queries, spare, fixed
         pinned = device.type == "cuda"
         self._host_BX = torch.zeros(rows, 1 + queries, dtype=torch.int64, pin_memory=pinned)  # start, ids
         self._host_table_BP = torch.full((rows, pages), spare, dtype=torch.int64, pin_memory=pinned)
@@ -116,9 +122,10 @@ class _Step:
 
     def _run(self) -> Outputs:
         start_B, ids_BT = self._device_BX[:, 0], self._device_BX[:, 1:]
-        batch = StaticBatch(self._cache, start_B, self._table_BP, self._queries, self._spare)
-        hidden_ND = self._model.hidden(ids_BT.reshape(1, -1), cache=batch)[0]
-        return hidden_ND, self._model.lm_head(hidden_ND)
+        batch = StaticBatch(self._cache, start_B, self._table_BP, self._queries, self._spare, self._fixed)
+        with invariant.operators(self._model) if self._fixed else nullcontext():
+            hidden_ND = self._model.hidden(ids_BT.reshape(1, -1), cache=batch)[0]
+            return hidden_ND, self._model.lm_head(hidden_ND)
 
     def __call__(self, runs: Sequence[Run], ids: Sequence[Sequence[int]]) -> Outputs:
         if self._copied is not None:
@@ -150,15 +157,24 @@ class Graphs:
     Args:
         cache: has a page more than is given out, `spare`.
         most: sequences of a step at most. context: slots of a sequence at most.
-        record: see `recorder_for`.
+        record: see `recorder_for`. fixed: record the operators of the invariant mode.
 
     Attributes:
         replayed: steps that ran from a recording.
     """
 
     def __init__(
-        self, model: GLM5, cache: PagedCache, *, spare: int, most: int, context: int, record: Recorder
+        self,
+        model: GLM5,
+        cache: PagedCache,
+        *,
+        spare: int,
+        most: int,
+        context: int,
+        record: Recorder,
+        fixed: bool = False,
     ) -> None:
+        self._fixed = fixed
         self._model, self._cache, self._spare, self._record = model, cache, spare, record
         longest = -(-context // cache.size)
         self._rows = [*(n for n in ROWS if n < most), min(most, ROWS[-1])]
@@ -194,7 +210,7 @@ class Graphs:
         if shape not in self._steps:
             log.info("recording a step of %d sequences, %d rows each, tables of %d pages", *shape)
             try:
-                self._steps[shape] = _Step(self._model, self._cache, shape, self._spare, self._record)
+                self._steps[shape] = _Step(self._model, self._cache, shape, self._spare, self._fixed, self._record)
             except RuntimeError as problem:
                 log.warning("steps run plainly, without CUDA graphs: %s", str(problem).splitlines()[0])
                 self._broken = True

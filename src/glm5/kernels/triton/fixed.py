@@ -1,0 +1,218 @@
+"""Operators in which a row's bits do not depend on the rows beside it: what the invariant mode runs on a GPU.
+
+Each has one form and one tile, however many rows there are. A product adds up its inner width in one order and never in
+shares; attention goes over a query's positions in shares of a fixed number, which are put together in their order, and
+shares without positions change nothing; an expert's tile is of one size. So which rows share a call, and in which
+places, only decides which program computes them. What is computed row by row anyway (`basic`, `route`) stands beside
+these in `versions`. They cost speed where a tile for few rows, or cuBLAS, would be faster.
+Read next: `glm5.serve.invariant`, which runs a model on them.
+"""
+
+# mypy: disallow-untyped-defs=false, disallow-incomplete-defs=false
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from glm5.kernels.pages import Pages
+from glm5.kernels.topk import stable_topk
+from glm5.kernels.triton.absorbed import _by_head
+from glm5.kernels.triton.basic import add_rms_norm, rms_norm, store
+from glm5.kernels.triton.index_scores import index_scores, index_select
+from glm5.kernels.triton.moe import grouped_swiglu
+from glm5.kernels.triton.route import route
+from glm5.kernels.triton.sparse_mla import _attend
+from glm5.kernels.visibility import Visibility
+
+LOG2E = 1.4426950408889634
+LINEAR = dict(BLOCK_M=64, BLOCK_N=64, BLOCK_K=64)
+BY_HEAD = dict(BLOCK_T=64, BLOCK_X=64, BLOCK_Y=128)
+EXPERTS = (64, 64, 64, 4, 4), (64, 128, 64, 4, 4)
+QUERIES, KEYS = 4, 128  # of a tile of index scores
+SHARE = 256  # positions of a share of attention
+PARTS_UP_TO = 2**27  # numbers of the shares' results at a time
+
+
+@triton.jit
+def _linear(
+    x_ptr, w_ptr, bias_ptr, out_ptr, rows, columns, K, x_stride,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, BIAS: tl.constexpr,
+):  # fmt: skip
+    tiles_m = tl.cdiv(rows, BLOCK_M)
+    row_M = tl.program_id(0) % tiles_m * BLOCK_M + tl.arange(0, BLOCK_M)
+    col_N = tl.program_id(0) // tiles_m * BLOCK_N + tl.arange(0, BLOCK_N)
+    col_K = tl.arange(0, BLOCK_K)
+    real_M = (row_M < rows)[:, None]
+    real_N = (col_N < columns)[:, None]
+    x_MK = x_ptr + row_M[:, None].to(tl.int64) * x_stride + col_K[None, :]
+    w_NK = w_ptr + col_N[:, None].to(tl.int64) * K + col_K[None, :]
+    acc_MN = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
+    for k in range(0, K, BLOCK_K):
+        inside = (col_K < K - k)[None, :]
+        x = tl.load(x_MK + k, mask=real_M & inside, other=0.0)
+        w = tl.load(w_NK + k, mask=real_N & inside, other=0.0)
+        acc_MN = tl.dot(x, tl.trans(w), acc=acc_MN, input_precision="ieee")
+    if BIAS:
+        acc_MN += tl.load(bias_ptr + col_N, mask=col_N < columns, other=0.0).to(tl.float32)[None, :]
+    target = out_ptr + row_M[:, None].to(tl.int64) * columns + col_N[None, :]
+    tl.store(target, acc_MN.to(out_ptr.dtype.element_ty), mask=real_M & (col_N < columns)[None, :])
+
+
+def linear(x: Tensor, weight_OK: Tensor, bias_O: Tensor | None = None) -> Tensor:
+    """As `torch.nn.functional.linear`, [..., O] in x's dtype. weight_OK: contiguous, of x's dtype."""
+    rows = x.reshape(-1, x.shape[-1])
+    out = rows.new_empty(rows.shape[0], weight_OK.shape[0])
+    if out.numel():
+        if rows.stride(1) != 1:
+            rows = rows.contiguous()
+        grid = triton.cdiv(rows.shape[0], LINEAR["BLOCK_M"]) * triton.cdiv(weight_OK.shape[0], LINEAR["BLOCK_N"])
+        _linear[(grid,)](
+            rows, weight_OK, weight_OK if bias_O is None else bias_O, out,
+            rows.shape[0], weight_OK.shape[0], weight_OK.shape[1], rows.stride(0),
+            BIAS=bias_O is not None, num_warps=4, num_stages=4, **LINEAR,
+        )  # fmt: skip
+    return out.view(*x.shape[:-1], weight_OK.shape[0])
+
+
+def by_head(x_NHX: Tensor, weight_HXY: Tensor, rope_NHR: Tensor | None = None) -> Tensor:
+    """As `absorbed.by_head`, for any number of tokens: X a multiple of 64, Y of 128, R a power of two."""
+    (tokens, heads, width), columns = x_NHX.shape, weight_HXY.shape[2]
+    rotary = 0 if rope_NHR is None else rope_NHR.shape[-1]
+    rope = x_NHX if rope_NHR is None else rope_NHR
+    out = x_NHX.new_empty(tokens, heads, columns + rotary)
+    if tokens:
+        grid = heads, columns // BY_HEAD["BLOCK_Y"] + (rotary > 0), triton.cdiv(tokens, BY_HEAD["BLOCK_T"])
+        _by_head[grid](
+            x_NHX, weight_HXY, out, rope, tokens,
+            x_NHX.stride(0), x_NHX.stride(1), *weight_HXY.stride(), out.stride(0), out.stride(1),
+            rope.stride(0), rope.stride(1),
+            X=width, Y=columns, R=max(rotary, 1), num_warps=4, num_stages=3, **BY_HEAD,
+        )  # fmt: skip
+    return out
+
+
+@triton.jit
+def _together(part_ptr, lse_ptr, out_ptr, heads, shares, C: tl.constexpr):
+    """out = the shares' results weighted by 2^lse, added in the order of the shares."""
+    row = tl.program_id(0).to(tl.int64)
+    head = tl.program_id(1)
+    top = -float("inf")
+    for share in range(shares):
+        top = tl.maximum(top, tl.load(lse_ptr + (row * shares + share) * heads + head))
+    shift = tl.where(top == -float("inf"), 0.0, top)
+    col_C = tl.arange(0, C)
+    acc_C = tl.zeros([C], tl.float32)
+    total = 0.0
+    for share in range(shares):
+        at = (row * shares + share) * heads + head
+        weight = tl.exp2(tl.load(lse_ptr + at) - shift)
+        total += weight
+        acc_C += weight * tl.load(part_ptr + at * C + col_C)
+    acc_C = acc_C / tl.where(total > 0.0, total, 1.0)
+    tl.store(out_ptr + (row * heads + head) * C + col_C, acc_C.to(out_ptr.dtype.element_ty))
+
+
+def attend(
+    q_NHX: Tensor, rows_RX: Tensor, index_NK: Tensor, value_dim: int, scale: float, share: int | None = None
+) -> Tensor:
+    """softmax(scale * q.k) v over the chosen rows: keys are whole rows, values their first `value_dim` columns.
+
+    Args:
+        q_NHX: contiguous columns. rows_RX: contiguous columns, of the same dtype. index_NK: rows of each query, int32;
+            what follows the first -1 is -1. share: positions that are attended to by one program; None is `SHARE`.
+
+    Returns:
+        [N, H, value_dim] in q's dtype, zeros where nothing is chosen.
+    """
+    tokens, heads, rotary = *q_NHX.shape[:2], q_NHX.shape[2] - value_dim
+    share = SHARE if share is None else share
+    # At least two shares, so that one is not put together otherwise; in powers of two, so that few kernels are built.
+    shares = max(2, triton.next_power_of_2(triton.cdiv(index_NK.shape[1], share)))
+    index_NK = F.pad(index_NK, (0, shares * share - index_NK.shape[1]), value=-1).contiguous()
+    wide = value_dim > 128
+    block_h, block_k = min(64, max(16, triton.next_power_of_2(heads))), 32 if wide else 64
+    out = q_NHX.new_empty(tokens, heads, value_dim)
+    most = max(1, PARTS_UP_TO // (shares * heads * value_dim))
+    for start in range(0, tokens, most):
+        q, index = q_NHX[start : start + most], index_NK[start : start + most]
+        n = len(q)
+        part = q.new_empty(n, shares, heads, value_dim, dtype=torch.float32)
+        lse = q.new_empty(n, shares, heads, dtype=torch.float32)
+        _attend[(n, shares, triton.cdiv(heads, block_h))](
+            q, rows_RX, index, part, lse, heads, index.shape[1], n, scale * LOG2E,
+            q.stride(0), q.stride(1), 0, rows_RX.stride(0),
+            C=value_dim, R=rotary, SPLITS=shares, BLOCK_H=block_h, BLOCK_K=block_k,
+            num_warps=8 if wide else 4, num_stages=3 if wide else 2,
+        )  # fmt: skip
+        _together[(n, heads)](part, lse, out[start : start + most], heads, shares, C=value_dim)
+    return out
+
+
+def absorbed_attention(
+    q_nope: Tensor, q_rope: Tensor, up: Tensor, rows: Tensor, selected: Tensor, scale: float, pages: Pages | None
+) -> Tensor:
+    """As MLA's `_absorbed`: every head's mixture of values, [B, T, H, V]."""
+    (batch, queries, _, nope), latent = q_nope.shape, up.shape[2]
+    if pages is not None:
+        index = pages.rows(selected)
+    else:
+        begin = torch.arange(batch, device=selected.device)[:, None, None] * rows.shape[1]
+        index = torch.where(selected < 0, -1, selected + begin)
+    q = by_head(q_nope.flatten(0, 1), up[:, :nope], q_rope.flatten(0, 1))
+    pool = rows[0] if pages is not None else rows.reshape(-1, rows.shape[-1])
+    mixed = attend(q, pool, index.flatten(0, 1).to(torch.int32), latent, scale)
+    return by_head(mixed, up[:, nope:].transpose(1, 2)).unflatten(0, (batch, queries))
+
+
+def select(
+    q: Tensor, w: Tensor, keys: Tensor, visible: Visibility, k: int, pages: Pages | None, *, topk: Callable[..., Tensor]
+) -> Tensor:
+    """As `glm5.kernels.indexer.index_select`. topk: exact, as `triton.index_select` takes it."""
+    keys = keys[:, : visible.slots] if pages is None else keys
+    first, last = visible.narrow
+    scores = partial(index_scores, block_q=QUERIES, block_s=KEYS, warps=4, stages=2)
+    return index_select(q, w, keys, first, last, min(k, visible.slots), topk=topk, scores=scores, pages=pages)
+
+
+def plain_topk(scores_NS: Tensor, k: int, first_N: Tensor, last_N: Tensor, out: Tensor | None = None) -> Tensor:
+    """The exact top-k by sorting, of the slots inside the bounds."""
+    slot_S = torch.arange(scores_NS.shape[1], device=scores_NS.device)
+    seen_NS = (slot_S >= first_N[:, None]) & (slot_S <= last_N[:, None])
+    chosen = stable_topk(scores_NS.masked_fill(~seen_NS, -torch.inf), k)
+    return chosen if out is None else out.copy_(chosen)
+
+
+def versions(topk: Callable[..., Tensor] = plain_topk) -> dict[str, Callable[..., Any]]:
+    """The operators by the names that `dispatch.pick` is asked for; of others, their specification runs.
+
+    Args:
+        topk: exact, so that any version gives the same.
+    """
+    return {
+        "rms_norm": rms_norm,
+        "add_rms_norm": add_rms_norm,
+        "store": store,
+        "route": route,
+        "index_select": partial(select, topk=topk),
+        "absorbed_attention": absorbed_attention,
+        "grouped_swiglu": partial(grouped_swiglu, tiles=EXPERTS, wide=False),
+    }
+
+
+def refuses(widths: dict[str, int]) -> str | None:
+    """Why a model's widths cannot be taken, or None. widths: latent, rotary, nope, value, index_heads, index_width."""
+    for name in ("latent", "rotary", "index_heads", "index_width"):
+        if widths[name] < 16 or widths[name] & (widths[name] - 1):
+            return f"takes powers of two from 16, not {name}={widths[name]}"
+    for name, step in (("nope", 64), ("latent", 128), ("value", 128)):
+        if widths[name] % step:
+            return f"takes multiples of {step}, not {name}={widths[name]}"
+    return None
