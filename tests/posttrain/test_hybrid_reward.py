@@ -1,4 +1,4 @@
-"""The hybrid reward: weights and gates by hand, no missing verdict that is a 0, anchors that count and are not learned."""
+"""The hybrid reward: weights and gates by hand, no missing verdict that is a 0, anchors that nobody learns."""
 
 from __future__ import annotations
 
