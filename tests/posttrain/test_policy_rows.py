@@ -345,13 +345,22 @@ def test_ragged_batch_and_singles_agree(model: GLM5) -> None:
 
 def test_ranks_make_equally_many_micro_batches_of_equal_size() -> None:
     for rows in (1, 2, 3, 7, 8):
-        for size in (1, 2, 4):
+        for size in (1, 2, 4, 50):
             for ranks in (1, 2, 3):
                 plans = micro_batches(rows, size, ranks)
-                assert len({len(plan) for plan in plans}) == 1
-                assert {len(numbers) for plan in plans for numbers in plan} == {size}
-                read = sorted(n for plan in plans for numbers in plan for n in numbers if n >= 0)
-                assert read == list(range(rows))
+                (steps,) = {len(plan) for plan in plans}
+                assert steps == math.ceil(rows / (size * ranks))
+                sizes = {len(numbers) for plan in plans for numbers in plan}
+                assert max(sizes) <= size
+                read = [n for plan in plans for numbers in plan for n in numbers]
+                assert sorted(n for n in read if n >= 0) == list(range(rows))
+                if ranks == 1:
+                    assert min(read) == 0  # nobody waits, so nothing is filled up
+                else:
+                    assert len(sizes) == 1
+                    assert read.count(-1) < steps * ranks
+    assert micro_batches(5, 4) == [[[0, 1, 2], [3, 4]]]
+    assert micro_batches(0, 4, 2) == [[], []]
     with pytest.raises(ConfigError, match="at least 1"):
         micro_batches(3, 0)
 

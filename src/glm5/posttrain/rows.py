@@ -255,13 +255,17 @@ def pack(
 
 
 def micro_batches(rows: int, size: int, ranks: int = 1) -> list[list[list[int]]]:
-    """Which rows each rank reads in each micro-batch: as many micro-batches on every rank, of `size` rows each.
+    """Which rows each rank reads in each micro-batch: as many micro-batches on every rank, all of as many rows, at most
+    `size`.
 
     What is missing is filled with -1, an empty row (`PolicyRows.take`): ranks that made unequally many would wait for
-    each other for ever. Every row is there once.
+    each other for ever. Rows are dealt out evenly, so that few are empty, and none on a single rank. Every row is there
+    once.
     """
     if size < 1:
         raise ConfigError("size", size, "must be at least 1")
     steps = -(-rows // (size * ranks))
-    numbers = [*range(rows), *[-1] * (steps * size * ranks - rows)]
-    return [[numbers[(step * ranks + rank) * size :][:size] for step in range(steps)] for rank in range(ranks)]
+    each = -(-rows // max(1, steps * ranks))
+    empty = 0 if ranks == 1 else steps * each * ranks - rows
+    numbers = [*range(rows), *[-1] * empty]
+    return [[numbers[(step * ranks + rank) * each :][:each] for step in range(steps)] for rank in range(ranks)]
