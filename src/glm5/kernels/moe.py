@@ -64,8 +64,10 @@ def route(
 
 def expert_loads(expert_BTM: Tensor, experts: int, valid_BT: Tensor | None = None) -> Tensor:
     """Tokens per expert, int64 [E], exact however many there are; padding (valid False) does not count."""
-    chosen = expert_BTM if valid_BT is None else expert_BTM[valid_BT]
-    return torch.bincount(chosen.flatten(), minlength=experts)
+    valid_BT = torch.ones_like(expert_BTM[..., 0], dtype=torch.bool) if valid_BT is None else valid_BT
+    counted = valid_BT[..., None].expand_as(expert_BTM).flatten().long()
+    # Neither a mask as an index nor `bincount`, which would wait for the device.
+    return counted.new_zeros(experts).scatter_add_(0, expert_BTM.flatten(), counted)
 
 
 def grouped_swiglu(x_ND: Tensor, gate_up_EFD: Tensor, down_EDF: Tensor, expert_NM: Tensor, weight_NM: Tensor) -> Tensor:
