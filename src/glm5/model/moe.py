@@ -101,9 +101,14 @@ class MoE(nn.Module):
             aux.loads.append(expert_loads(expert_BTM, score.shape[-1], valid))
             if aux.balance:
                 aux.balance_losses.append(sequence_balance_loss(score_BTE, expert_BTM, valid, aux.total))
-        y = self.experts(x_ND, expert, weight)
-        y = y.view_as(x_BTD)
-        return y if self.shared_experts is None else y + self.shared_experts(x_BTD)
+        routed, shared = self._both(x_ND, expert, weight)
+        y = routed.view_as(x_BTD)
+        return y if shared is None else y + shared.view_as(x_BTD)
+
+    def _both(self, x_ND: Tensor, expert_NM: Tensor, weight_NM: Tensor) -> tuple[Tensor, Tensor | None]:
+        """What the routed experts and the shared one say, each [N, D]."""
+        routed = self.experts(x_ND, expert_NM, weight_NM)
+        return routed, None if self.shared_experts is None else self.shared_experts(x_ND)
 
     def _at_once(self, x_ND: Tensor) -> Tensor | None:
         """The whole by one call, where there is one for these tokens."""

@@ -32,31 +32,49 @@ class ShardedMoE(MoE):
     def _at_once(self, x_ND: Tensor) -> None:
         return None
 
+    def _both(self, x_ND: Tensor, expert_NM: Tensor, weight_NM: Tensor) -> tuple[Tensor, Tensor | None]:
+        experts, shared = self.experts, self.shared_experts
+        if shared is None or not isinstance(experts, SpreadExperts):
+            return super()._both(x_ND, expert_NM, weight_NM)
+        found: list[Tensor] = []
+        routed = experts(x_ND, expert_NM, weight_NM, lambda: found.append(shared(x_ND)))
+        return routed, found[0]
+
 
 class SpreadExperts(Experts):
     """Experts of which this rank holds `E / R`: parameters are DTensors, Shard(0) over the axis `ep`."""
 
     world: World
 
-    def forward(self, x_ND: Tensor, expert_NM: Tensor, weight_NM: Tensor) -> Tensor:
+    def forward(
+        self, x_ND: Tensor, expert_NM: Tensor, weight_NM: Tensor, other: Callable[[], None] | None = None
+    ) -> Tensor:
+        """As `Experts.forward`. `other` is called where the host is about to wait for the splits: whatever it gives the
+        device to do, the device does meanwhile."""
         tensor = self.world.group("tp")
         if tensor.size() == 1:
-            return self._routed(x_ND, expert_NM, weight_NM)
-        own = self._routed(split_rows(x_ND, tensor), split_rows(expert_NM, tensor), split_rows(weight_NM, tensor))
-        return joined_rows(own, len(x_ND), tensor)
+            return self._routed(x_ND, expert_NM, weight_NM, other)
+        own_ND, expert_NM, weight_NM = (split_rows(x, tensor) for x in (x_ND, expert_NM, weight_NM))
+        return joined_rows(self._routed(own_ND, expert_NM, weight_NM, other), len(x_ND), tensor)
 
-    def _routed(self, x_ND: Tensor, expert_NM: Tensor, weight_NM: Tensor) -> Tensor:
+    def _routed(
+        self, x_ND: Tensor, expert_NM: Tensor, weight_NM: Tensor, other: Callable[[], None] | None = None
+    ) -> Tensor:
         """The same for tokens that no other rank has."""
         group = self.world.group("ep")
         gate_up, down = _working(self.gate_up_proj), _working(self.down_proj)
         tokens, chosen = expert_NM.shape
-        order = expert_NM.flatten().argsort(stable=True)
-        sent_Re = torch.bincount(expert_NM.flatten(), minlength=group.size() * len(gate_up)).view(group.size(), -1)
+        sorted_ids, order = expert_NM.flatten().sort(stable=True)
+        # Counted in what is sorted: `bincount` would wait for the device.
+        edges = torch.arange(group.size() * len(gate_up) + 1, device=x_ND.device)
+        sent_Re = torch.searchsorted(sorted_ids, edges).diff().view(group.size(), -1)
         received_Re = torch.empty_like(sent_Re)
         dist.all_to_all_single(received_Re, sent_Re, group=group)
-        # One wait for the device: the host needs the splits.
-        sent, received = torch.stack((sent_Re.sum(1), received_Re.sum(1))).tolist()
+        splits = _ToHost(torch.stack((sent_Re.sum(1), received_Re.sum(1))))
+        if other is not None:
+            other()
         rows = x_ND.index_select(0, order.div(chosen, rounding_mode="floor"))
+        sent, received = splits.value().tolist()
         arrived = exchanged(rows, received, sent, group)
         mine = torch.arange(len(gate_up), device=x_ND.device).repeat(group.size())
         expert = mine.repeat_interleave(received_Re.flatten(), output_size=sum(received))
@@ -66,6 +84,21 @@ class SpreadExperts(Experts):
         inverse[order] = torch.arange(len(order), device=order.device)
         chosen_NMD = back.index_select(0, inverse).view(tokens, chosen, x_ND.shape[1])
         return (chosen_NMD.float() * weight_NM[..., None]).sum(1).to(x_ND.dtype)
+
+
+class _ToHost:
+    """A tensor on its way to the host: waiting for it waits for nothing that the device was given later."""
+
+    def __init__(self, x: Tensor) -> None:
+        self._copy = x.to("cpu", non_blocking=True)
+        self._done = torch.cuda.Event() if x.is_cuda else None
+        if self._done is not None:
+            self._done.record()
+
+    def value(self) -> Tensor:
+        if self._done is not None:
+            self._done.synchronize()
+        return self._copy
 
 
 def _apart(rows: Tensor, expert: Tensor, gate_up: Tensor, down: Tensor) -> Tensor:

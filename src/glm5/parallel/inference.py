@@ -14,6 +14,7 @@ their own.
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -72,8 +73,10 @@ class SummedMoE(MoE):
 class ExchangedExperts(SpreadExperts):
     """Some of the experts; every rank of the `ep` group has tokens of its own, maybe none."""
 
-    def forward(self, x_ND: Tensor, expert_NM: Tensor, weight_NM: Tensor) -> Tensor:
-        return self._routed(x_ND, expert_NM, weight_NM)
+    def forward(
+        self, x_ND: Tensor, expert_NM: Tensor, weight_NM: Tensor, other: Callable[[], None] | None = None
+    ) -> Tensor:
+        return self._routed(x_ND, expert_NM, weight_NM, other)
 
 
 def _summed(x: Tensor, group: ProcessGroup) -> Tensor:

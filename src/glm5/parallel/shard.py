@@ -25,14 +25,15 @@ from glm5.model.indexer import Indexer
 from glm5.model.mla import MLA
 from glm5.model.moe import MoE
 from glm5.model.mtp import MTPBlock
-from glm5.parallel.compat import part_of
+from glm5.parallel.compat import part_of, tolerate_unused_units
 from glm5.parallel.expert import SpreadExperts, spread_experts
 from glm5.parallel.mesh import World
 from glm5.parallel.tensor import ShardedMLA, split_tensors
 from glm5.parallel.vocab import split_head
+from glm5.utils.errors import ConfigError
 
 
-def parallelize(model: GLM5, world: World, *, reshard: bool = True) -> GLM5:
+def parallelize(model: GLM5, world: World, *, reshard: bool = True, prefetch: int = 1) -> GLM5:
     """Place a model on the ranks of a world, in place: tensor, expert and data parallel, as its mesh says.
 
     Args:
@@ -40,11 +41,16 @@ def parallelize(model: GLM5, world: World, *, reshard: bool = True) -> GLM5:
             `requires_grad` as it will be.
         reshard: free a block's parameters between its forward and backward. Schedules that split a backward pass in two
             need False: with True their gradients are silently wrong.
+        prefetch: how many blocks ahead parameters are on their way while a block computes. 0 leaves it to FSDP, which
+            asks for a block's when the host comes to it: too late where the host's launches are the limit.
 
     Raises:
         ConfigError: the model cannot be divided so.
     """
+    if prefetch < 0:
+        raise ConfigError("prefetch", prefetch, "must be at least 0")
     world.mesh.check_model(model.config)
+    tolerate_unused_units()
     split_tensors(model, world)
     if hasattr(model, "lm_head"):  # a pipeline's stage may have none
         split_head(model, world)
@@ -69,7 +75,21 @@ def parallelize(model: GLM5, world: World, *, reshard: bool = True) -> GLM5:
             _unit(block, data_mesh(world), reshard=reshard)
     _unit(model, data_mesh(world), reshard=False)
     register_fsdp_forward_method(model, "hidden")
+    _ask_ahead(model, prefetch)
     return model
+
+
+def _ask_ahead(model: GLM5, blocks: int) -> None:
+    """Let each block's units gather those of so many blocks after it in a forward pass, and before it in a backward."""
+    units = [
+        [m for m in block.modules() if isinstance(m, FSDPModule) and not isinstance(m, Indexer)]
+        for block in model.model.layers
+        if not isinstance(block, MTPBlock)
+    ]
+    for i, own in enumerate(units):
+        after, before = units[i + 1 : i + 1 + blocks], units[max(0, i - blocks) : i]
+        own[0].set_modules_to_forward_prefetch([m for some in after for m in some])
+        own[0].set_modules_to_backward_prefetch([m for some in reversed(before) for m in some])
 
 
 def data_mesh(world: World) -> DeviceMesh:
