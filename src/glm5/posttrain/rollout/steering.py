@@ -97,10 +97,10 @@ class Steering:
 
     def due(self, now: float) -> dict[str, float]:
         """Of the samples that run, those that are each task's own."""
-        needs = {task: c.ratio * _seconds(c, now) / _yields(c) for task, c in self.there.items()}
+        seconds = {task: _seconds(course, now) for task, course in self.there.items()}
+        guess = max(seconds.values(), default=0.0) or 1.0  # of a task of which nothing is known yet
+        needs = {task: c.ratio * (seconds[task] or guess) / _yields(c) for task, c in self.there.items()}
         running, total = sum(course.running for course in self.there.values()), sum(needs.values())
-        if total == 0:  # everything takes no time
-            return {task: running * share for task, share in self.shares().items()}
         return {task: running * need / total for task, need in needs.items()}
 
     def choose(self, able: Iterable[str], now: float) -> str | None:
@@ -121,8 +121,7 @@ class Steering:
 
 def _seconds(course: Course, now: float) -> float:
     """Of a sample; before the first has finished, as long as the oldest runs by now."""
-    oldest = now - min(course.begun.values(), default=now)
-    return oldest if course.seconds is None else max(course.seconds, 1e-9)
+    return now - min(course.begun.values(), default=now) if course.seconds is None else course.seconds
 
 
 def _yields(course: Course) -> float:
