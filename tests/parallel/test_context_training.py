@@ -26,7 +26,7 @@ STEPS: dict[str, dict[str, Any]] = {
     "sparse": dict(stage="sparse", mtp_share=0.25, micro_batch=1),
 }
 # Of time, and measured on a rank's own rows.
-APART = ("tokens_per_second", "memory_mib", "indexer_kl", "indexer_recall", "attention_logit_max")
+APART = ("tokens_per_second", "tflops_per_device", "memory_mib", "indexer_kl", "indexer_recall", "attention_logit_max")
 
 
 @pytest.fixture(scope="module")

@@ -27,14 +27,15 @@ TOLERANCE = 3e-5
 # What a step may be: stages, cuts, shares of MTP that don't divide over ranks, all tokens at one expert.
 STEPS: dict[str, dict[str, Any]] = {
     "pretrain": dict(),
-    "crowded": dict(crowd=50.0, micro_batch=1),
+    "crowded": dict(crowd=50.0, micro_batch=1, recompute=("layer",)),
     "gathered": dict(gather_once=True, micro_batch=1),
     "warmup": dict(stage="warmup", mtp_depths=1),
     "sparse": dict(stage="sparse", mtp_share=0.25, micro_batch=1),
-    "sparse-half": dict(stage="sparse", mtp_share=0.5, micro_batch=1),
+    "sparse-half": dict(stage="sparse", mtp_share=0.5, micro_batch=1, recompute=("attention",)),
 }
 # Figures of time, and those that are measured on rows of its own, of which each rank has others.
-TIMED, MEASURED = ("tokens_per_second", "memory_mib"), ("indexer_kl", "indexer_recall", "attention_logit_max")
+TIMED = ("tokens_per_second", "tflops_per_device", "memory_mib")
+MEASURED = ("indexer_kl", "indexer_recall", "attention_logit_max")
 
 
 def meshes(count: int, seed: int) -> list[str]:

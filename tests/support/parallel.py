@@ -16,6 +16,7 @@ from glm5.parallel.mesh import World
 from glm5.parallel.shard import whole
 from glm5.train.config import TrainConfig
 from glm5.train.loop import Trainer
+from glm5.train.ranks import PipelineOptions
 from glm5.train.schedule import BatchWarmup, LearningRate
 from support.training import SEQ_LEN, tiny
 
@@ -24,9 +25,11 @@ def make(world: World | None, directory: str | Path, run: str = "run", **changes
     """A trainer of `tiny` on the tokens in `directory`, the same in every process.
 
     `rows`: in a step. `crowd`: added to the router's bias of expert 0, which then gets every token. `gather_once`: of
-    the Trainer. Other changes are fields of `TrainConfig`, or with `model_` before their name of `ModelConfig`.
+    the Trainer. `recompute`: parts of layers, on ranks alone. Other changes are fields of `TrainConfig`, or with
+    `model_` before their name of `ModelConfig`.
     """
     rows, crowd, once = changes.pop("rows", 4), changes.pop("crowd", 0.0), changes.pop("gather_once", False)
+    parts = changes.pop("recompute", ())
     shape = {k.removeprefix("model_"): changes.pop(k) for k in list(changes) if k.startswith("model_")}
     settings: dict[str, Any] = dict(
         steps=6,
@@ -43,7 +46,8 @@ def make(world: World | None, directory: str | Path, run: str = "run", **changes
         if crowd and name.endswith("e_score_correction_bias"):
             bias[0] += crowd
     data = TokenDataset.open(Path(directory) / "tokens", SEQ_LEN, 4)
-    return Trainer(config, model, Loader(data, config.seed), Path(directory) / run, world, gather_once=once)
+    how = PipelineOptions(recompute=() if world is None else parts)
+    return Trainer(config, model, Loader(data, config.seed), Path(directory) / run, world, how, gather_once=once)
 
 
 def gradients(of: Trainer) -> tuple[dict[str, Tensor], dict[str, Any]]:

@@ -79,7 +79,7 @@ class Terms:
     def objective(self, rows: Sequence[Rows]) -> Callable[[Pass], Tensor | None]:
         """The loss of a stage's pass; sums over the whole step's counts, as the trainer's."""
         count = sum(len(r.ids_BS) for r in rows)
-        tokens = sum(r.tokens for r in rows)
+        tokens = sum(int(r.counts(1)[0]) for r in rows)
         queries = sum(int(r.valid_BT().sum()) for r in rows)
         scale = count / self.mtp_rows(rows)
 

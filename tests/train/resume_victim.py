@@ -31,7 +31,7 @@ from glm5.utils.runlog import read_metrics
 from support.training import dataset, trainer
 
 STEPS = 10
-TIMED = ("time", "tokens_per_second", "memory_mib")
+TIMED = ("time", "tokens_per_second", "tflops_per_device", "memory_mib", "memory")
 
 
 Kill = tuple[str, int] | None

@@ -26,7 +26,7 @@ from glm5.utils.runlog import read_metrics, run_status
 from support.training import dataset, same, tensors, tiny, trainer
 
 VICTIM = Path(__file__).with_name("resume_victim.py")
-TIMED = ("time", "tokens_per_second", "memory_mib")
+TIMED = ("time", "tokens_per_second", "tflops_per_device", "memory_mib", "memory")
 
 
 @pytest.fixture(autouse=True)

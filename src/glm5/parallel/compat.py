@@ -14,6 +14,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed import P2POp
 from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
+from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 from torch.distributed.pipelining import PipelineStage
 from torch.distributed.pipelining.schedules import (
     _Action,
@@ -123,6 +125,29 @@ def units(module: nn.Module) -> Iterator[Any]:
                 yield from state._fsdp_param_groups
             elif state._fsdp_param_group:
                 yield state._fsdp_param_group
+
+
+def tolerate_unused_units() -> None:
+    """Let units that have never run pass where gradients are added up and not reduced yet.
+
+    FSDP looks there for a gradient of parameters that it has never gathered, and finds not even the parameters: those
+    of indexers in dense training, and of the MTP block without depths.
+    """
+    plain = FSDPParam.to_accumulated_grad_if_needed
+    if getattr(plain, "tolerant", False):
+        return
+
+    def tolerant(self: FSDPParam) -> None:
+        if hasattr(self, "_unsharded_param"):
+            plain(self)
+
+    tolerant.tolerant = True  # type: ignore[attr-defined]
+    FSDPParam.to_accumulated_grad_if_needed = tolerant  # type: ignore[method-assign]
+
+
+def waiting() -> list[tuple[type, str]]:
+    """FSDP's methods in which the stream that computes waits for collectives of others: their class and name."""
+    return [(FSDPParamGroup, "wait_for_unshard"), (FSDPParamGroup, "finalize_backward")]
 
 
 def hold_gradients(module: nn.Module) -> None:

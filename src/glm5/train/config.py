@@ -71,6 +71,8 @@ class TrainConfig:
     """Steps between checkpoints; one is also written at the end."""
     keep: int = 2
     """Checkpoints kept."""
+    profile: tuple[int, ...] = ()
+    """Steps of which a profiler's trace is written to RUN/profiles; a file RUN/profile asks for the next one."""
 
     def __post_init__(self) -> None:
         for name in ("steps", "micro_batch", "log_every", "measure_every", "save_every", "keep"):

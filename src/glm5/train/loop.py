@@ -9,7 +9,6 @@ Sources: report sections 2.1 to 2.3. Read next: `drive`, `rows`, `optim`, `losse
 from __future__ import annotations
 
 import math
-import resource
 import time
 from collections.abc import Callable, Collection
 from pathlib import Path
@@ -31,20 +30,22 @@ from glm5.train.config import TrainConfig
 from glm5.train.drive import drive
 from glm5.train.estimate import count_parameters
 from glm5.train.losses import router_bias_update
+from glm5.train.meter import Meter, memory_mib
 from glm5.train.objective import Objective
 from glm5.train.optim import MuonSplit, clip_grad_norm, first_nonfinite, parameter_roles
+from glm5.train.profiles import Profiles
 from glm5.train.random_state import seed_random_state
 from glm5.train.ranks import PipelineOptions, Ranks, check_batch
 from glm5.train.rows import Rows, check_stage
 from glm5.train.state import TrainState
 from glm5.train.totals import Counts, IndexerFigures, Totals
-from glm5.utils.errors import NumericalError
+from glm5.utils.errors import ConfigError, NumericalError
 
 if TYPE_CHECKING:
     from glm5.parallel.pipeline.engine import Pipeline
 
 # Fields that a resumed run may change: they decide how chatty and how safe it is, not what is computed.
-MAY_DIFFER = {"log_every", "save_every", "keep"}
+MAY_DIFFER = {"log_every", "save_every", "keep", "profile"}
 
 
 class Trainer:
@@ -55,7 +56,7 @@ class Trainer:
         directory: of the run: checkpoints, metrics, configuration.
         world: the ranks that train together, each with the same arguments; None is one process. The model comes whole
             to every rank, and is placed as the world's mesh says.
-        pipeline: how its stages run, where the mesh has several. gather_once: see `Ranks`.
+        pipeline: how its stages run, where the mesh has several. gather_once, prefetch: see `Ranks`.
 
     A checkpoint that the directory already holds is resumed from, unless its configuration differs (an error).
 
@@ -72,9 +73,10 @@ class Trainer:
         world: World | None = None,
         pipeline: PipelineOptions | None = None,
         gather_once: bool = False,
+        prefetch: int = 1,
     ) -> None:
         check_stage(config, model.config, loader.dataset)
-        self.ranks = Ranks(world, gather_once=gather_once)
+        self.ranks = Ranks(world, gather_once=gather_once, prefetch=prefetch)
         if world is not None:
             check_batch(config, world.mesh)
         self.config, self.model, self.loader, self.directory = config, model, loader, Path(directory)
@@ -107,10 +109,33 @@ class Trainer:
         self.state = TrainState(self.model, self.pipeline, self.ranks, self.optimizer, resting)
         self.cost = training_cost(model.config, config.sparse)
         self.routers = [m for m in self._parts.modules() if isinstance(m, Router)]
-        self.store = self.ranks.store(self.directory / "checkpoints", config.keep, self.state.places)
+        self.tokens = 0
+        self._set_out()
+
+    def go_on(self, config: TrainConfig, loader: Loader, directory: str | Path) -> None:
+        """Take up another stage with the model and the optimizer as they are: other rows, rates and steps, a directory
+        of its own. A checkpoint that it holds is resumed from.
+
+        Raises:
+            ConfigError: as `check_stage`; or the stages differ in what a model and an optimizer are made for.
+        """
+        for name in ("stage", "precision", "split_heads", "weight_decay", "momentum"):
+            before, now = getattr(self.config, name), getattr(config, name)
+            if before != now:
+                raise ConfigError(name, now, f"must stay {before!r} from stage to stage")
+        check_stage(config, self.model.config, loader.dataset)
+        if self.ranks.world is not None:
+            check_batch(config, self.ranks.world.mesh)
+        self.config, self.loader, self.directory = config, loader, Path(directory)
+        self._set_out()
+
+    def _set_out(self) -> None:
+        """What belongs to a stage and its directory."""
+        self.meter = Meter(self.config, self.model.config, self.ranks, self.model.device, self._dtype())
+        self.profiles = Profiles(self.directory, self.ranks, self.config.profile)
+        self.store = self.ranks.store(self.directory / "checkpoints", self.config.keep, self.state.places)
         self.finished_steps = 0
         self.samples = 0
-        self.tokens = 0
 
     @property
     def _parts(self) -> Any:
@@ -130,14 +155,51 @@ class Trainer:
         Raises:
             NumericalError: a loss or gradient is not finite. The weights are still those of the step before.
         """
+        with self.profiles.tracing(self.finished_steps + 1):
+            return self._step()
+
+    def _step(self) -> dict[str, Any]:
         config, began = self.config, time.perf_counter()
+        measure = self.finished_steps % config.measure_every == 0
+        with self.meter.watching(self.pipeline, measure):
+            totals, counts, rows, norm, lr = self._update(measure)
+        seconds = time.perf_counter() - began
+        self.finished_steps += 1
+        self.samples += counts.rows
+        self.tokens += counts.tokens
+        metrics = {
+            **totals.metrics(self.loader.dataset.bytes_per_token, recall=not config.sparse),
+            "lr": lr,
+            "grad_norm": norm,
+            "tokens": self.tokens,
+            "tokens_per_second": counts.tokens / seconds,
+            **self.meter.speed(counts, seconds),
+            "memory_mib": float(
+                self.ranks.largest(torch.tensor(memory_mib(self.model.device), device=self.ranks.device))
+            ),
+        }
+        if measure:
+            metrics["update_rms"] = dict(self.optimizer.update_rms)
+            metrics["router_bias"] = self._bias_range()
+            parameters = [p for _, p in self._parts.named_parameters()]
+            metrics.update(self.meter.costs(seconds, parameters, self.optimizer.named_state().values()))
+            metrics.update(self.ranks.pace())
+            if self.model.config.attention == "mla" and config.stage != "warmup" and self.pipeline is None:
+                # What a stage measures on its way stands: in the sparse one, of the selected positions.
+                metrics = {**self.measure_attention(rows[0]), **metrics}
+        return metrics
+
+    def _update(self, measure: bool) -> tuple[Totals, Counts, list[Rows], float, float]:
+        """The update itself: its sums and counts, this rank's rows, the gradient's norm and the learning rate."""
+        config = self.config
         count = config.batch.batch(self.samples)
         self.ranks.at(self.finished_steps, "0 rows")
         rows = self._rows(count)
         self.ranks.at(self.finished_steps, "1 forward and backward")
-        tokens, queries = self.ranks.totals(sum(r.tokens for r in rows), sum(int(r.valid_BT().sum()) for r in rows))
+        held = torch.stack([r.counts(self.model.config.index_topk) for r in rows]).sum(0)
+        tokens, queries, pairs, selected = self.ranks.sum(held).tolist()
         mtp_rows = max(1, round(config.mtp_share * count)) if config.mtp_depths else 0
-        counts = Counts(rows=count, mtp_rows=mtp_rows, tokens=max(1, tokens), queries=queries)
+        counts = Counts(count, mtp_rows, max(1, tokens), queries, pairs, selected)
         self.optimizer.zero_grad(set_to_none=True)
         if self.pipeline is None:
             totals, bad = self._in_turn(rows, counts)
@@ -148,48 +210,25 @@ class Trainer:
         self.ranks.at(self.finished_steps, "2 update")
         norm = self._clip()
         lr = config.lr.at(self.finished_steps, config.steps)
-        measure = self.finished_steps % config.measure_every == 0
         self.optimizer.set_lr(lr)
         self.optimizer.step(measure=measure)
         totals.over(self.ranks)
         if config.trains_model and (rate := config.bias_rate_at(self.tokens)):
             self._balance(totals.own_loads, rate)
-        seconds = time.perf_counter() - began
-        self.finished_steps += 1
-        self.samples += count
-        self.tokens += counts.tokens
-        metrics = {
-            **totals.metrics(self.loader.dataset.bytes_per_token, recall=not config.sparse),
-            "lr": lr,
-            "grad_norm": norm,
-            "tokens": self.tokens,
-            "tokens_per_second": counts.tokens / seconds,
-            "memory_mib": float(
-                self.ranks.largest(torch.tensor(memory_mib(self.model.device), device=self.ranks.device))
-            ),
-        }
-        if measure:
-            metrics["update_rms"] = dict(self.optimizer.update_rms)
-            metrics["router_bias"] = self._bias_range()
-            metrics.update(self.ranks.pace())
-            if self.model.config.attention == "mla" and config.stage != "warmup" and self.pipeline is None:
-                # What a stage measures on its way stands: in the sparse one, of the selected positions.
-                metrics = {**self.measure_attention(rows[0]), **metrics}
-        return metrics
+        return totals, counts, rows, norm, lr
 
     def _in_turn(self, rows: list[Rows], counts: Counts) -> tuple[Totals, tuple[float, Rows] | None]:
         """Every micro-batch forward and backward; the sums, and the loss that was not finite with its rows."""
         totals = Totals(len(self.routers), self.model.config.num_hidden_layers)
-        bad: tuple[float, Rows] | None = None
+        losses = []
         for i, micro in enumerate(rows):
             self.ranks.before(i, len(rows), self.model)
             loss = self._losses(micro, i * self.config.micro_batch, counts, totals)
-            if not math.isfinite(float(loss.detach())):
-                bad = float(loss.detach()), micro
-                if self.ranks.alone:  # others would wait for this rank's part of the backward pass
-                    break
             loss.backward()
-        return totals, bad
+            losses.append(loss.detach())
+        # Looked at once all is under way: a look waits for the device, which then waits for the host.
+        bad = next(((loss, i) for i, loss in enumerate(torch.stack(losses).tolist()) if not math.isfinite(loss)), None)
+        return totals, bad and (bad[0], rows[bad[1]])
 
     def _in_stages(
         self, pipeline: Pipeline, rows: list[Rows], counts: Counts
@@ -368,10 +407,3 @@ class Trainer:
     def summary(self) -> dict[str, Any]:
         """What a finished run read."""
         return {"tokens": self.tokens, "samples": self.samples}
-
-
-def memory_mib(device: torch.device) -> float:
-    """Peak memory: of the device, or of this process."""
-    if device.type == "cuda":
-        return torch.cuda.max_memory_allocated(device) / 2**20
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024

@@ -45,7 +45,7 @@ class Head(NamedTuple):
 
 @dataclass(frozen=True)
 class PipelineOptions:
-    """How a model's stages run, where the mesh has pipeline ranks; nothing here changes what is computed."""
+    """How a model's stages run, where the mesh has pipeline ranks, and what runs again. The result stays the same."""
 
     schedule: str = "1f1b"
     """1f1b, interleaved, zero-bubble, zbv or dualpipev."""
@@ -58,7 +58,8 @@ class PipelineOptions:
     offload: Literal["never", "warmup", "far"] = "never"
     """Which micro-batches' activations wait in host memory."""
     recompute: tuple[str, ...] = ()
-    """What runs again in the backward pass: attention, feed-forward, layer."""
+    """What runs again in the backward pass, in place of being kept: attention, feed-forward, layer. Also on one device
+    and on meshes without stages."""
 
 
 def check_batch(config: TrainConfig, mesh: Mesh) -> None:
@@ -98,10 +99,11 @@ class Ranks:
         world: None is one process.
         gather_once: hold all parameters from a step's first micro-batch to its last, and reduce gradients after the
             last: a fraction of the communication, for the memory of whole parameters and fp32 gradients.
+        prefetch: see `parallelize`.
     """
 
-    def __init__(self, world: World | None = None, *, gather_once: bool = False) -> None:
-        self.world, self.gather_once = world, gather_once
+    def __init__(self, world: World | None = None, *, gather_once: bool = False, prefetch: int = 1) -> None:
+        self.world, self.gather_once, self.prefetch = world, gather_once, prefetch
         self.alone = world is None
         self._ways: Ways | None = None  # between context-parallel ranks
 
@@ -141,15 +143,18 @@ class Ranks:
     # DTensor takes long to import, and one process has none.
     def place(self, model: GLM5, options: PipelineOptions) -> Pipeline | None:
         """Lay the model out over the ranks, in place; where there are stages, take it apart."""
-        if self.world is None:
-            return None
-        if self.world.count("pp") > 1:
+        if self.world is not None and self.world.count("pp") > 1:
             from glm5.train.piped import placed
 
             return placed(model, self.world, options)
-        from glm5.parallel.shard import parallelize
+        if self.world is not None:
+            from glm5.parallel.shard import parallelize
 
-        parallelize(model, self.world, reshard=not self.gather_once)
+            parallelize(model, self.world, reshard=not self.gather_once, prefetch=self.prefetch)
+        if options.recompute:
+            from glm5.parallel.pipeline.recompute import recompute
+
+            recompute(model, options.recompute)
         return None
 
     def before(self, micro: int, of: int, model: nn.Module) -> None:
@@ -288,6 +293,11 @@ class Ranks:
         if error is not None:
             raise failed or error
         return result
+
+    def from_main(self, act: Callable[[], T]) -> T:
+        """`on_main`, with its result on all."""
+        mine = self.on_main(act)
+        return mine if self.world is None else self.world.gather_objects(mine)[0]  # type: ignore[return-value]
 
     def _told(self, error: UserError | None) -> UserError | None:
         """The main rank's error on every rank: the class and words of it, or a plain one where it can't be copied."""

@@ -70,10 +70,15 @@ class Rows:
     def _own(self, x_BT: Tensor) -> Tensor:
         return x_BT if self.held is None else self.held.own(x_BT)
 
-    @property
-    def tokens(self) -> int:
-        """Targets of the trunk that count."""
-        return int(self.targets[0][1].sum())
+    def counts(self, topk: int) -> Tensor:
+        """int64 [4] of the positions held here: targets of the trunk that count, queries that see something, what they
+        see, and of it what is left where each query keeps at most `topk`."""
+        valid_BT = self.valid_BT()
+        first_BT = self._own(self.first_BS[:, : self.seq_len])
+        slot_BT = self._own(torch.arange(self.seq_len, device=valid_BT.device).expand(len(self.ids_BS), -1))
+        seen_BT = (slot_BT - first_BT + 1) * valid_BT
+        selected = seen_BT.clamp(max=topk).sum()
+        return torch.stack((self.targets[0][1].sum().long(), valid_BT.sum(), seen_BT.sum(), selected))
 
     def valid_BT(self, depth: int = 0) -> Tensor:
         """Queries that have a token `depth` ahead in their own document: all but padding, and at an MTP depth (which

@@ -21,12 +21,17 @@ from glm5.train.ranks import Ranks
 
 @dataclass(frozen=True)
 class Counts:
-    """What a whole step's sums are divided by: rows, rows with MTP, tokens to predict, queries that see something."""
+    """What a whole step's sums are divided by: rows, rows with MTP, tokens to predict, queries that see something.
+
+    pairs: what the queries see, added up. selected: the same, of each at most what an indexer selects.
+    """
 
     rows: int
     mtp_rows: int
     tokens: int
     queries: int
+    pairs: int = 0
+    selected: int = 0
 
 
 def weighted(terms: list[Tensor], trunk: int, per_depth: float) -> Tensor:

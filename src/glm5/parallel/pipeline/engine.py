@@ -12,7 +12,7 @@ once in the norm, and the two can't drift. Source: report section 2.4. Read next
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any, get_args
 
@@ -25,6 +25,7 @@ from torch.distributed.tensor import DTensor
 from glm5.model.glm5 import GLM5
 from glm5.parallel.compat import LeanStage, Runtime, hold_gradients, lower, reduce_gradients, settle_gradients
 from glm5.parallel.mesh import ParallelError, World
+from glm5.parallel.pipeline.clock import Clock, played
 from glm5.parallel.pipeline.deferred import WeightGradients
 from glm5.parallel.pipeline.layout import PipelineLayout
 from glm5.parallel.pipeline.offload import Activations, When
@@ -91,6 +92,7 @@ class Pipeline:
     Attributes:
         layout, schedule: as resolved. stages: this rank's, by index.
         activations: what is counted and moved, once a step ran; None if nothing is.
+        clock: set one, and the next steps' computations are timed.
     """
 
     def __init__(
@@ -129,6 +131,7 @@ class Pipeline:
                 self._weight_gradients[i] = WeightGradients()
                 self._weight_gradients[i].watch(stage)
         self.activations: Activations | None = None
+        self.clock: Clock | None = None
         self._runner: tuple[Any, Any, list[RunningStage]] | None = None
 
     def _agree(self) -> None:
@@ -165,12 +168,29 @@ class Pipeline:
         if work.depths:
             self._refresh_copy()
         for stage in stages:
-            stage.begin(work)
+            stage.begin(work, self.clock)
         target = torch.zeros(len(work.rows))  # torch asks for one; the stage of the heads makes the loss itself
-        (made.step if work.joint else made.eval)(target=target, return_outputs=False)
+        with nullcontext() if self.clock is None else self.clock.timing("step", -1):
+            (made.step if work.joint else made.eval)(target=target, return_outputs=False)
         if work.joint and any(work.kept(i) for i in range(len(work.rows)) if work.depths):
             self._add_copys_gradient()
         return work.losses
+
+    def bubble(self) -> dict[str, float]:
+        """Of the last step, which had a clock: the share of its time in which the pipeline's ranks idle ("bubble"), and
+        that of its schedule with the measured times of each stage's computations, if sends took none ("played"). All
+        ranks of the pipeline call it."""
+        assert self.clock is not None
+        assert self._runner is not None
+        self.clock.read()
+        each = self.world.gather_objects((self.clock.busy, self.clock.span, self.clock.means), "pp")
+        found = {"bubble": 1 - sum(busy for busy, _, _ in each) / sum(span for _, span, _ in each)}
+        count, _, joint = self._runner[0]
+        if joint:
+            means = {key: seconds for _, _, means in each for key, seconds in means.items()}
+            planned = orders(self.schedule, self.world.count("pp"), len(self.layout), count)
+            found["played"] = played(planned, means, len(self.layout))
+        return found
 
     def _running(self, work: Work) -> tuple[Any, list[RunningStage]]:
         count = len(work.rows)
@@ -309,11 +329,13 @@ class RunningStage(LeanStage):
         self.states, self.gradients = states, gradients
         self.activations: Activations | None = None
         self.work: Work | None = None
+        self.clock: Clock | None = None
         self.left = 0
 
-    def begin(self, work: Work) -> None:
+    def begin(self, work: Work, clock: Clock | None) -> None:
         """Take up a step."""
         self.work = self.submod.work = work  # type: ignore[assignment]
+        self.clock = clock
         self.left = len(work.rows)
         hold_gradients(self.submod)
 
@@ -333,7 +355,7 @@ class RunningStage(LeanStage):
             self.gradients.mark()
         held = self.activations
         try:
-            with nullcontext() if held is None else held.saving(self.stage_index, fwd_chunk_id):
+            with self._timing("F"), nullcontext() if held is None else held.saving(self.stage_index, fwd_chunk_id):
                 out = super().forward_one_chunk(fwd_chunk_id, (), {"micro": fwd_chunk_id}, save_forward_output=False)
         except RuntimeError as e:
             raise (e if e.__cause__ is None else e.__cause__) from None  # torch wraps whatever a stage raises
@@ -347,20 +369,26 @@ class RunningStage(LeanStage):
     def backward_one_chunk(
         self, bwd_chunk_id: int, loss: Any = None, full_backward: bool = True, last_backward: bool = False
     ) -> None:
-        self._before("B" if full_backward else "I", bwd_chunk_id)
-        super().backward_one_chunk(bwd_chunk_id, loss, full_backward, last_backward)
+        kind = "B" if full_backward else "I"
+        self._before(kind, bwd_chunk_id)
+        with self._timing(kind):
+            super().backward_one_chunk(bwd_chunk_id, loss, full_backward, last_backward)
         self._after_backward(bwd_chunk_id)
         if full_backward:
             self._after_weights()
 
     def backward_weight_one_chunk(self, bwd_chunk_id: int, last_backward: bool = False) -> None:
         self._before("W", bwd_chunk_id)
-        super().backward_weight_one_chunk(bwd_chunk_id, last_backward)
+        with self._timing("W"):
+            super().backward_weight_one_chunk(bwd_chunk_id, last_backward)
         self._after_weights()
 
     def perform_reduce_grad(self, grad_scale_factor: int) -> None:
         if isinstance(self.submod, FSDPModule):
             reduce_gradients(self.submod, last=self.left == 0)
+
+    def _timing(self, kind: str) -> AbstractContextManager[None]:
+        return nullcontext() if self.clock is None else self.clock.timing(kind, self.stage_index)
 
     def _before(self, kind: str, micro: int) -> None:
         if self.activations is not None:
