@@ -14,10 +14,11 @@ import pytest
 import torch
 from torch import Tensor
 
+from glm5.model.config import ModelConfig
 from glm5.model.glm5 import GLM5
 from glm5.model.presets import nano
 from glm5.model.trace import Aux
-from glm5.model.weights import load_model
+from glm5.model.weights import load_model, save_model
 from glm5.text.tokenizer import Tokenizer, load_tokenizer
 from glm5.train import evaluate
 from glm5.train.config import TrainConfig
@@ -272,6 +273,52 @@ def test_options_that_contradict_each_other(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="seq_len=70000: must be at most max_position_embeddings=65536"):
         config(tmp_path, seq_len=70_000)
     pretrain(config(tmp_path, model=nano(**TINY, num_nextn_predict_layers=0), train=dict(mtp_depths=0)), lambda _: None)
+
+
+def test_training_goes_on_from_a_model(tmp_path: Path) -> None:
+    """Weights, shape and tokenizer are the model's; the run is one of its own."""
+    write_corpus(tmp_path / "corpus")
+    first = pretrain(config(tmp_path), lambda _: None)
+    shape = ModelConfig.load(first.model)
+    further = config(tmp_path, run=str(tmp_path / "further"), model=shape, checkpoint=str(first.model))
+    still = replace(further, run=str(tmp_path / "still"), train=replace(further.train, lr=LearningRate(0.0, 0.0)))
+    found = pretrain(still, lambda _: None)
+    before, after = load_model(first.model).state_dict(), load_model(found.model).state_dict()
+    assert all(torch.equal(t, after[n]) for n, t in before.items() if not n.endswith("e_score_correction_bias"))
+    assert found.bits_per_byte == pytest.approx(first.bits_per_byte, rel=1e-3)
+    moved = pretrain(further, lambda _: None)
+    after = load_model(moved.model).state_dict()
+    assert not any(torch.equal(t, after[n]) for n, t in before.items() if n.endswith("o_proj.weight"))
+    assert load_tokenizer(moved.model).fingerprint == load_tokenizer(first.model).fingerprint
+
+    other = further.model.replace(hidden_size=64)
+    with pytest.raises(ConfigError, match=r"model\.hidden_size=64: the model in .* has 32, and keeps it"):
+        resolve(replace(further, model=other))
+    save_model(GLM5(shape, seed=5), first.model, tokenizer=load_tokenizer(first.model), overwrite=True)
+    with pytest.raises(ConfigError, match="its weights are not those that this run began with"):
+        pretrain(further, lambda _: None)
+
+
+def test_what_fails_before_the_first_step_leaves_nothing(tmp_path: Path) -> None:
+    shown: list[str] = []
+    lost = config(tmp_path, corpus=str(tmp_path / "nowhere"), run=str(tmp_path / "runs" / "deep" / "a"))
+    with pytest.raises(FileError, match="nowhere"):
+        pretrain(lost, lambda _: None, lambda: shown.append("configuration"))
+    assert not (tmp_path / "runs").exists()
+    write_corpus(tmp_path / "corpus", files=3, words=5)
+    with pytest.raises(DataError):
+        pretrain(config(tmp_path, seq_len=2000), lambda _: None, lambda: shown.append("configuration"))
+    assert shown == []
+    write_corpus(tmp_path / "corpus")
+    (tmp_path / "mine").mkdir()  # a directory that was there stays
+    with pytest.raises(FileError, match="nowhere"):
+        pretrain(replace(lost, run=str(tmp_path / "mine")), lambda _: None)
+    assert (tmp_path / "mine").is_dir()
+    pretrain(config(tmp_path), lambda _: None, lambda: shown.append("configuration"))
+    assert shown == ["configuration"]
+    # A contradiction with a run that has begun is known before its text is read again.
+    with pytest.raises(ConfigError, match=r"train\.seed=1: this run began with 0"):
+        pretrain(config(tmp_path, corpus=str(tmp_path / "nowhere"), train=dict(seed=1)), lambda _: None)
 
 
 def test_a_read_only_run_directory(tmp_path: Path, read_only: Callable[[Path], AbstractContextManager[None]]) -> None:

@@ -6,12 +6,46 @@ import logging
 import os
 import signal
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING
+
+from glm5.utils.errors import UserError
+
+if TYPE_CHECKING:
+    from glm5.train.together import MeshConfig
 
 
 def first() -> bool:
     """Whether this process is alone or the first of several: what it says is true of all."""
     return int(os.environ.get("RANK", "0")) == 0
+
+
+def spoken_once(act: Callable[[Callable[[str], None]], int]) -> int:
+    """What a command returns whose `act(say)` runs in every process of a run: the first one speaks for all."""
+    speaks = first()
+    try:
+        return act(print if speaks else lambda _: None)
+    except UserError:
+        if speaks:
+            raise
+        return 2
+    except KeyboardInterrupt:
+        if speaks:
+            raise
+        return 130
+
+
+def several(command: str, config: MeshConfig, argv: Sequence[str]) -> int | None:
+    """The exit status of `glm5 COMMAND argv` in the processes of its mesh, which are started here.
+
+    None where it is to run in this process: it is alone, or one of them.
+    """
+    from glm5.parallel.mesh import Mesh, launched
+
+    processes = Mesh.parse(config.mesh).size
+    if processes == 1 or launched():
+        return None
+    return start(command, processes, argv, restarts=config.restarts, on_gpus=config.device != "cpu")
 
 
 def start(command: str, processes: int, argv: Sequence[str], *, on_gpus: bool, restarts: int = 0) -> int:

@@ -31,6 +31,7 @@ class Command(NamedTuple):
 COMMANDS = {
     "demo": Command("train a small GLM-5 on real code, make it sparse, measure it, talk to it", "glm5.cli.demo"),
     "pretrain": Command("train a model with dense attention, from text", "glm5.cli.pretrain"),
+    "midtrain": Command("train a model further on longer contexts, in stages", "glm5.cli.midtrain"),
     "sparsify": Command("adapt a dense model to sparse attention", "glm5.cli.sparsify"),
     "sft": Command("fine-tune a model on conversations", "glm5.cli.sft"),
     "rl": Command("learn from verified answers, by reinforcement learning", "glm5.cli.rl"),

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from glm5.cli.launch import first, start
+from glm5.cli.launch import several, spoken_once
 from glm5.utils.config_io import parse, to_dict
 from glm5.utils.errors import UserError
 
@@ -17,41 +17,31 @@ if TYPE_CHECKING:
 DESCRIPTION = """Train a model with dense attention, from text.
 
 --preset nano | mini | glm5 chooses the model's shape and the training that fits it (default nano); --model FILE reads
-the shape from a config.json. --model.FIELD and --train.FIELD change one field of it."""
+the shape from a config.json; --from CHECKPOINT trains a model further that exists. --model.FIELD and --train.FIELD
+change one field."""
 
 
 def main(argv: Sequence[str]) -> int:
     """Parse `argv` (without the command's name) and run. Returns 0, or what a process of several returned."""
-    speaks = first()
-    try:
-        return _main(argv, print if speaks else lambda _: None)
-    except UserError:
-        if speaks:
-            raise
-        return 2
-    except KeyboardInterrupt:
-        if speaks:
-            raise
-        return 130
+    return spoken_once(lambda say: _main(argv, say))
 
 
 def _main(argv: Sequence[str], say: Callable[[str], None]) -> int:
     preset, given = take_option(argv, "--preset")
     shape, given = take_option(given, "--model")
-    default = choose(preset, shape, given)
-    from glm5.parallel.mesh import Mesh, launched
+    checkpoint, given = take_option(given, "--from")
+    _one_vocabulary(given)
+    default = choose(preset, shape, given, checkpoint)
     from glm5.train.pretrain import PretrainConfig, pretrain, resolve
 
     config, _ = resolve(parse(PretrainConfig, given, default=default, prog="glm5 pretrain", description=DESCRIPTION))
-    processes = Mesh.parse(config.mesh).size
-    if processes > 1 and not launched() and not config.dry_run:
-        return start("pretrain", processes, argv, restarts=config.restarts, on_gpus=config.device != "cpu")
-    for line in describe(to_dict(config)):
-        say(line)
     if config.dry_run:
+        show(config, say)
         dry_run(config)
         return 0
-    found = pretrain(config, say)
+    if (status := several("pretrain", config, argv)) is not None:
+        return status
+    found = pretrain(config, say, lambda: show(config, say))
     say(f"trained   {found.parameters:,} parameters on {found.tokens:,} tokens in {found.steps:,} steps")
     if found.bits_per_byte is not None:
         sums = found.result["held_out"]
@@ -62,22 +52,36 @@ def _main(argv: Sequence[str], say: Callable[[str], None]) -> int:
     return 0
 
 
-def choose(preset: str | None, shape: str | None, argv: Sequence[str]) -> PretrainConfig:
-    """The configuration that options then change, from --preset or --model."""
-    if preset is not None and shape is not None:
-        raise UserError(f"--preset {preset} and --model {shape} both choose the shape", "Give one of them")
-    if (preset or shape) and any(a == "--config" or a.startswith("--config=") for a in argv):
-        given = f"--preset {preset}" if preset else f"--model {shape}"
-        raise UserError(f"--config and {given} both choose the shape", "Give one of them")
+def _one_vocabulary(argv: Sequence[str]) -> None:
+    """Refuse two sizes of one vocabulary: the model's follows the tokenizer's."""
+    sizes: dict[str, str] = {}
+    for name in ("--vocab-size", "--model.vocab-size"):
+        for spelled in {name, name.replace("-", "_").replace("__", "--", 1)}:
+            value, _ = take_option(argv, spelled)
+            sizes |= {} if value is None else {name: value}
+    if len(set(sizes.values())) > 1:
+        what = " and ".join(f"{name} {value}" for name, value in sizes.items())
+        raise UserError(f"{what} contradict each other: the model's vocabulary is the tokenizer's", "Give one of them")
+
+
+def choose(preset: str | None, shape: str | None, argv: Sequence[str], checkpoint: str | None = None) -> PretrainConfig:
+    """The configuration that options then change, from --preset, --model or --from."""
+    choices = {"--preset": preset, "--model": shape, "--from": checkpoint}
+    said = [f"{name} {value}" for name, value in choices.items() if value is not None]
+    said = ["--config" for a in argv if said and (a == "--config" or a.startswith("--config="))][:1] + said
+    if len(said) > 1:
+        both = "both" if len(said) == 2 else "all"
+        raise UserError(f"{' and '.join(said)} {both} choose the shape", "Give one of them")
     from glm5.model.config import ModelConfig
     from glm5.model.presets import preset as named
     from glm5.train import pretrain as stage
 
-    if shape is not None:
-        model = ModelConfig.load(shape)
+    if shape is not None or checkpoint is not None:
+        model = ModelConfig.load(shape or checkpoint or "")
         depths = stage.nano_training().mtp_depths if model.num_nextn_predict_layers else 0
         training = replace(stage.nano_training(), mtp_depths=depths)
-        return stage.PretrainConfig(model=model, train=training, seq_len=min(512, model.max_position_embeddings))
+        length = min(512, model.max_position_embeddings)
+        return stage.PretrainConfig(model=model, train=training, seq_len=length, checkpoint=checkpoint or "")
     name = preset or "nano"
     model = named(name)
     training = {"nano": stage.nano_training, "mini": stage.mini_training, "glm5": stage.glm5_training}[name]()
@@ -106,6 +110,12 @@ def take_option(argv: Sequence[str], name: str) -> tuple[str | None, list[str]]:
     if len(values) > 1:
         raise UserError(f"{name} is given {len(values)} times", "Give it once")
     return (values[0] if values else None), rest
+
+
+def show(config: Any, say: Callable[[str], None]) -> None:
+    """Say what a run was told."""
+    for line in describe(to_dict(config)):
+        say(line)
 
 
 def describe(config: Mapping[str, Any], width: int = 100) -> list[str]:

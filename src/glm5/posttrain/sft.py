@@ -29,7 +29,7 @@ from glm5.train.loop import MAY_DIFFER, Trainer
 from glm5.train.prepare import Say
 from glm5.train.rows import check_stage
 from glm5.train.schedule import BatchWarmup, LearningRate
-from glm5.train.sparsify import keep_weights
+from glm5.train.together import keep_weights
 from glm5.utils.config_io import to_dict
 from glm5.utils.devices import resolve_device
 from glm5.utils.errors import CheckpointError, ConfigError

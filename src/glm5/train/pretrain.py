@@ -11,50 +11,47 @@ Source: report sections 2.1 and 2.2. Read next: `prepare`, `loop`, then `sparsif
 
 from __future__ import annotations
 
-import os
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-import torch
-
-from glm5.data.loader import Loader, TokenDataset
+from glm5.data.loader import Loader
 from glm5.model.config import ModelConfig
 from glm5.model.glm5 import GLM5
 from glm5.model.presets import nano
-from glm5.parallel.mesh import Mesh, World, launched, open_world
-from glm5.parallel.watch import check_alike, watched
+from glm5.parallel.mesh import Mesh, World
 from glm5.text.tokenizer import Tokenizer, load_tokenizer
 from glm5.train.config import TrainConfig
-from glm5.train.evaluate import HeldOut, held_out
-from glm5.train.loop import Trainer
-from glm5.train.prepare import Prepared, Say, TextConfig, opened, prepare
-from glm5.train.ranks import PipelineOptions, Ranks, check_batch
+from glm5.train.loop import MAY_DIFFER, Trainer
+from glm5.train.prepare import Prepared, Say, TextConfig
+from glm5.train.ranks import Ranks
+from glm5.train.rows import check_stage
 from glm5.train.schedule import BatchWarmup, LearningRate
-from glm5.utils.config_io import to_dict
+from glm5.train.together import (
+    MESH_MAY_DIFFER,
+    MeshConfig,
+    begin_with,
+    claimed,
+    keep_weights,
+    measured,
+    prepare_once,
+    together,
+)
+from glm5.utils.config_io import differences, to_dict
 from glm5.utils.devices import resolve_device
 from glm5.utils.errors import ConfigError
-from glm5.utils.files import exclusive, require_writable, write_json
+from glm5.utils.files import read_json, write_json
+from glm5.utils.runlog import CONFIG, refuse_changes
 
 # What a resumed run may change, beside its stage's `loop.MAY_DIFFER`: where things lie, and how much is measured.
-ALSO_MAY_DIFFER = {
-    "run",
-    "corpus",
-    "tokenizer",
-    "held_out_rows",
-    "dry_run",
-    "mesh",
-    "gather_once",
-    "restarts",
-    "hang_seconds",
-}
-ALSO_MAY_DIFFER |= {"schedule", "layout", "stages_per_rank", "reduce_every", "offload", "recompute"}
+ALSO_MAY_DIFFER = MESH_MAY_DIFFER | {"run", "corpus", "tokenizer", "checkpoint", "held_out_rows", "dry_run"}
+# Fields of a model that exists which can be changed: none is a tensor's shape.
+LOOSE = {"index_topk", "max_position_embeddings", "rope_theta", "initializer_range", "dtype", "glm5_attention"}
 
 
 @dataclass(frozen=True)
-class PretrainConfig(TextConfig):
+class PretrainConfig(MeshConfig, TextConfig):
     """Train a model with dense attention, from text."""
 
     run: str = "runs/pretrain"
@@ -63,25 +60,11 @@ class PretrainConfig(TextConfig):
     """A tokenizer.json or the directory that holds it; by default one is trained on the corpus."""
     vocab_size: int | None = None
     """Ids of the tokenizer that is trained; by default the model's vocab_size, which always follows the tokenizer."""
-    device: str = "auto"
-    """cpu, cuda or cuda:N; auto is a GPU where there is one."""
+    checkpoint: str = ""
+    """A model to train further: a directory in the public layout, with its tokenizer. --from CHECKPOINT also takes its
+    shape."""
     init_seed: int = 0
     """Of the initial weights."""
-    mesh: str = ""
-    """How processes that torchrun started divide the work, like dp=2,ep=2,tp=2 (axes: dp, pp, cp, tp; ep and shard fold
-    on dp x cp); by default all of them divide the rows."""
-    gather_once: bool = False
-    """On several processes: hold all parameters from a step's first micro-batch to its last, and reduce gradients after
-    the last; faster, for the memory of whole parameters and fp32 gradients."""
-    pipeline: PipelineOptions = field(default_factory=PipelineOptions)
-    """How the stages run, where the mesh has pp."""
-    restarts: int = 0
-    """On processes that this command starts itself: how often all are started again, from the newest checkpoint, after
-    one has failed."""
-    hang_seconds: float = 300.0
-    """On several processes: how long a step may stand still before stack traces of all are written to RUN/ranks."""
-    deterministic: bool = False
-    """Only operators whose result is the same at every run, where torch has them; slower on a GPU."""
     held_out_rows: int | None = None
     """Measure the first so many held-out rows only."""
     dry_run: bool = False
@@ -91,21 +74,19 @@ class PretrainConfig(TextConfig):
     train: TrainConfig = field(default_factory=lambda: nano_training())
 
     def __post_init__(self) -> None:
-        super().__post_init__()
+        MeshConfig.__post_init__(self)
+        TextConfig.__post_init__(self)
         if self.train.stage != "pretrain":
             raise ConfigError("train.stage", self.train.stage, "must be 'pretrain'; `glm5 sparsify` runs the others")
         if self.tokenizer and self.vocab_size is not None:
             raise ConfigError("vocab_size", self.vocab_size, "contradicts --tokenizer, whose vocabulary is fixed")
+        if self.checkpoint and self.vocab_size is not None:
+            raise ConfigError("vocab_size", self.vocab_size, "contradicts the checkpoint, whose vocabulary is fixed")
         # `check_stage` says these too, but only once the corpus is tokenized.
         if self.train.mtp_depths and not self.model.num_nextn_predict_layers:
             raise ConfigError("train.mtp_depths", self.train.mtp_depths, "this model has no MTP block: give 0")
-        mesh = Mesh.parse(self.mesh)
-        mesh.check_model(self.model)
-        check_batch(self.train, mesh)
-        if self.restarts < 0:
-            raise ConfigError("restarts", self.restarts, "must be at least 0")
-        if not 0 < self.hang_seconds < float("inf"):
-            raise ConfigError("hang_seconds", self.hang_seconds, "must be a positive number")
+        Mesh.parse(self.mesh).check_model(self.model)
+        self.check_stage_batch("train", self.train)
         longest = self.model.max_position_embeddings
         if self.seq_len > longest:
             raise ConfigError("seq_len", self.seq_len, f"must be at most max_position_embeddings={longest}")
@@ -162,9 +143,15 @@ class Pretrained:
 def resolve(config: PretrainConfig) -> tuple[PretrainConfig, Tokenizer | None]:
     """The configuration with its device and the vocabulary of the tokenizer, and the tokenizer if one is named.
 
-    A vocabulary that is not ours to choose is padded to a multiple of 64 rows, as GLM-5's is.
+    A vocabulary that is not ours to choose is padded to a multiple of 64 rows, as GLM-5's is; that of a model to train
+    further stays.
+
+    Raises:
+        ConfigError: the shape or the tokenizer are not those of the model to train further, or it attends sparsely.
     """
     config = replace(config, device=resolve_device(config.device))
+    if config.checkpoint:
+        return _further(config)
     model = config.model.replace(extra={**config.model.extra, "glm5_attention": "dense"})
     if not config.tokenizer:
         # A tokenizer that is trained here begins with its special tokens, the end of text first.
@@ -177,22 +164,52 @@ def resolve(config: PretrainConfig) -> tuple[PretrainConfig, Tokenizer | None]:
     return replace(config, model=model.replace(vocab_size=vocab_size, eos_token_id=(end,), pad_token_id=end)), tokenizer
 
 
-def pretrain(config: PretrainConfig, say: Say = print) -> Pretrained:
+def _further(config: PretrainConfig) -> tuple[PretrainConfig, Tokenizer]:
+    """`resolve`, of a model that exists."""
+    there = ModelConfig.load(config.checkpoint)
+    if there.sparse:
+        rule = "attends sparsely, and dense training would leave its indexers behind: train it with `glm5 midtrain`"
+        raise ConfigError("checkpoint", config.checkpoint, rule)
+    for name, (has, wanted) in differences(there.to_dict(), config.model.to_dict()).items():
+        if name.rpartition(".")[2] not in LOOSE and not name.startswith("rope_"):
+            raise ConfigError(f"model.{name}", wanted, f"the model in {config.checkpoint} has {has!r}, and keeps it")
+    tokenizer = load_tokenizer(config.checkpoint)
+    if config.tokenizer and load_tokenizer(config.tokenizer).fingerprint != tokenizer.fingerprint:
+        raise ConfigError("tokenizer", config.tokenizer, f"is not that of {config.checkpoint}: leave it out")
+    return replace(
+        config, model=config.model.replace(extra={**config.model.extra, "glm5_attention": "dense"})
+    ), tokenizer
+
+
+def pretrain(config: PretrainConfig, say: Say = print, checked: Callable[[], None] = lambda: None) -> Pretrained:
     """Train, export and measure; goes on where an earlier start of the same run ended.
 
     Args:
         say: receives lines for the user; progress goes to standard error.
+        checked: called before the first step, once nothing is left that could be wrong with what was asked for.
 
     Raises:
         UserError: see `prepare`, `Trainer` and `Trainer.run`.
     """
     config, given = resolve(config)
-    with together(config) as world:
+    run = Path(config.run)
+    with together(config, run, config.model) as world:
         ranks = Ranks(world)
-        run = Path(config.run)
-        with ExitStack() as held:
-            ranks.on_main(lambda: held.enter_context(exclusive(require_writable(run) / ".pretrain.lock")))
-            data = prepare_once(config, run, given, ranks, say)
+        with claimed(run, ".pretrain.lock", ranks):
+            begun = ranks.from_main((run / "checkpoints").exists)
+            ranks.on_main(lambda: _check_begun(config, run, begun))
+            data = prepare_once(
+                config,
+                run / "data",
+                given,
+                ranks,
+                say,
+                ahead=1 + config.train.mtp_depths,
+                vocab_size=config.model.vocab_size,
+                begun=begun,
+            )
+            check_stage(config.train, config.model, data.training)
+            checked()
             trainer = train(config, data, run, world)
             if ranks.main:
                 say(f"export    {run / 'model'}")
@@ -203,54 +220,24 @@ def pretrain(config: PretrainConfig, say: Say = print) -> Pretrained:
     return Pretrained(run, run / "model", result["parameters"], trainer.finished_steps, trainer.tokens, bits, result)
 
 
-@contextmanager
-def together(config: PretrainConfig) -> Iterator[World | None]:
-    """The processes that train together: those that torchrun started, or None for this one alone.
-
-    Raises:
-        ConfigError: the mesh needs another number of them.
-        ParallelError: they did not find each other, or don't run the same.
-    """
-    if config.deterministic:
-        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-        torch.use_deterministic_algorithms(True, warn_only=True)
-    mesh = Mesh.parse(config.mesh)
-    if not launched() and mesh.size == 1:
-        yield None
-        return
-    if not config.mesh and launched():
-        mesh = Mesh(dp=int(os.environ["WORLD_SIZE"]))
-    mesh.check_model(config.model)
-    with open_world(mesh, config.device.partition(":")[0]) as world:
-        check_alike(world, to_dict(config))
-        with watched(world, Path(config.run) / "ranks", config.hang_seconds):
-            yield world
-
-
-def prepare_once(config: PretrainConfig, run: Path, given: Tokenizer | None, ranks: Ranks, say: Say) -> Prepared:
-    """The run's data: made by the main rank, opened by all."""
-    ahead = 1 + config.train.mtp_depths
-
-    def make() -> Prepared:
-        return prepare(
-            config,
-            run / "data",
-            ahead=ahead,
-            vocab_size=config.model.vocab_size,
-            tokenizer=given,
-            begun=(run / "checkpoints").exists(),
-            say=say,
-        )
-
-    made = ranks.on_main(make)
-    return ranks.together(lambda: made or opened(config, run / "data", ahead=ahead))
+def _check_begun(config: PretrainConfig, run: Path, begun: bool) -> None:
+    """Refuse another configuration or other weights than the run began with, before its text is read."""
+    if begun and (run / CONFIG).exists():
+        refuse_changes(read_json(run / CONFIG), to_dict(replace(config, dry_run=False)), MAY_DIFFER | ALSO_MAY_DIFFER)
+    if config.checkpoint:
+        keep_weights(config.checkpoint, run / "weights.json", begun=begun)
 
 
 def train(config: PretrainConfig, data: Prepared, run: Path, world: World | None = None) -> Trainer:
     """The training itself, in `run`."""
-    model = GLM5(config.model, seed=config.init_seed).to(config.device if world is None else world.device)
+    device = config.device if world is None else world.device
+    if config.checkpoint:
+        model = begin_with(config.checkpoint, device)
+        model.config = config.model
+    else:
+        model = GLM5(config.model, seed=config.init_seed).to(device)
     loader = Loader(data.training, config.train.seed)
-    trainer = Trainer(config.train, model, loader, run, world, config.pipeline, config.gather_once)
+    trainer = Trainer(config.train, model, loader, run, world, config.pipeline, config.gather_once, config.prefetch)
     trainer.run(resolved=replace(config, dry_run=False), may_differ=ALSO_MAY_DIFFER, title="pretrain")
     return trainer
 
@@ -259,7 +246,7 @@ def measure(config: PretrainConfig, trainer: Trainer, data: Prepared) -> dict[st
     """The run's closing figures, as JSON values."""
     found = None
     if data.held_out is not None:
-        sums = _measured(config, trainer, data.held_out)
+        sums = measured(trainer, data.held_out, config.held_out_rows, sparse=False)
         found = {"bits_per_byte": sums.bits_per_byte, "loss": sums.loss, "tokens": sums.tokens, "bytes": sums.bytes}
     return {
         "parameters": trainer.parameters,
@@ -269,18 +256,3 @@ def measure(config: PretrainConfig, trainer: Trainer, data: Prepared) -> dict[st
         "held_out": found,
         "corpus": data.counts,
     }
-
-
-def _measured(config: PretrainConfig, trainer: Trainer, data: TokenDataset) -> HeldOut:
-    if trainer.pipeline is None:
-        return held_out(trainer.model, data, sparse=False, max_rows=config.held_out_rows, ranks=trainer.ranks)
-    # A pipeline's stages have no forward pass of their own: the main rank measures the whole model.
-    model, world = trainer.fp32_model(), trainer.ranks.world
-    assert world is not None
-
-    def alone() -> HeldOut:
-        here = model.to(world.device)
-        return held_out(here, data, sparse=False, max_rows=config.held_out_rows)
-
-    sums: HeldOut = world.gather_objects(trainer.ranks.on_main(alone))[0]
-    return sums

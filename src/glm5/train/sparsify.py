@@ -11,6 +11,7 @@ Source: report section 2.1.1 (warm-up of 1,000 steps at 5e-3 falling to 2e-4, ad
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -18,24 +19,27 @@ from typing import Any
 from glm5.data.loader import Loader
 from glm5.model.glm5 import GLM5
 from glm5.model.weights import load_model
+from glm5.parallel.mesh import World, launched
 from glm5.text.tokenizer import load_tokenizer
 from glm5.train.config import TrainConfig
 from glm5.train.evaluate import held_out, indexer_recall
 from glm5.train.loop import MAY_DIFFER, Trainer
-from glm5.train.prepare import STDLIB, Prepared, Say, TextConfig, prepare
+from glm5.train.prepare import STDLIB, Prepared, Say, TextConfig
+from glm5.train.ranks import Ranks
 from glm5.train.rows import check_stage
 from glm5.train.schedule import LearningRate
+from glm5.train.together import MESH_MAY_DIFFER, MeshConfig, begin_with, claimed, keep_weights, prepare_once, together
 from glm5.utils.devices import resolve_device
 from glm5.utils.errors import ConfigError
-from glm5.utils.files import exclusive, read_json, require_writable, sha256_file, write_json
+from glm5.utils.files import read_json, write_json
 from glm5.utils.runlog import keep_config
 
 # What a resumed run may change, beside its stages' `MAY_DIFFER`: where things lie, and how much is measured.
-ALSO_MAY_DIFFER = {"run", "corpus", "checkpoint", "held_out_rows", "recall_rows"}
+ALSO_MAY_DIFFER = MESH_MAY_DIFFER | {"run", "corpus", "checkpoint", "held_out_rows", "recall_rows"}
 
 
 @dataclass(frozen=True)
-class SparsifyConfig(TextConfig):
+class SparsifyConfig(MeshConfig, TextConfig):
     """Adapt a dense model to sparse attention."""
 
     corpus: str = ""
@@ -47,8 +51,6 @@ class SparsifyConfig(TextConfig):
     """Directory of the run. An interrupted run goes on when the same command is given again."""
     topk: int | None = None
     """Positions that each query selects (index_topk); by default the model's."""
-    device: str = "auto"
-    """cpu, cuda or cuda:N; auto is a GPU where there is one."""
     held_out_rows: int | None = None
     """Measure the first so many held-out rows only."""
     recall_rows: int = 32
@@ -63,11 +65,13 @@ class SparsifyConfig(TextConfig):
     def __post_init__(self) -> None:
         if not self.corpus:
             object.__setattr__(self, "corpus", _corpus_of(self.checkpoint))
-        super().__post_init__()
+        MeshConfig.__post_init__(self)
+        TextConfig.__post_init__(self)
         for name, stage in (("warmup", "warmup"), ("adapt", "sparse")):
             given = getattr(self, name).stage
             if given != stage:
                 raise ConfigError(f"{name}.stage", given, f"must be {stage!r}")
+            self.check_stage_batch(name, getattr(self, name))
 
 
 @dataclass(frozen=True)
@@ -81,7 +85,7 @@ class Sparsified:
     result: dict[str, Any]
 
 
-def sparsify(config: SparsifyConfig, say: Say = print) -> Sparsified:
+def sparsify(config: SparsifyConfig, say: Say = print, checked: Callable[[], None] = lambda: None) -> Sparsified:
     """Warm up, adapt, export and measure; goes on where an earlier start of the same run ended.
 
     Bits per byte are measured "dense" (before), "sparse, warm-up only", "sparse, adapted" and "dense attention, adapted
@@ -89,6 +93,7 @@ def sparsify(config: SparsifyConfig, say: Say = print) -> Sparsified:
 
     Args:
         say: receives lines for the user; progress goes to standard error.
+        checked: called before the first step, once nothing is left that could be wrong with what was asked for.
 
     Raises:
         UserError: see `load_model`, `prepare`, `Trainer` and `Trainer.run`.
@@ -98,36 +103,72 @@ def sparsify(config: SparsifyConfig, say: Say = print) -> Sparsified:
         raise ConfigError("checkpoint", "", "must name the dense model's directory: glm5 sparsify CHECKPOINT ...")
     # Read before the run's directory is made: most calls that fail name something else than a model.
     changes: dict[str, Any] = {} if config.topk is None else {"index_topk": config.topk}
-    model = load_model(config.checkpoint, device=config.device, dtype="float32", **changes)
-    model.config = model.config.replace(extra={**model.config.extra, "glm5_attention": "sparse"})
-    tokenizer = load_tokenizer(config.checkpoint)
-    run = require_writable(config.run)
-    with exclusive(run / ".sparsify.lock"):
-        begun = (run / "warmup" / "checkpoints").exists()
-        keep_config(run, config, begun=begun, may_differ=MAY_DIFFER | ALSO_MAY_DIFFER)
-        keep_weights(config.checkpoint, run / "weights.json", begun=begun)
-        data = prepare(
-            config,
-            run / "data",
-            ahead=1 + max(config.warmup.mtp_depths, config.adapt.mtp_depths),
-            vocab_size=model.config.vocab_size,
-            tokenizer=tokenizer,
-            begun=begun,
-            say=say,
-        )
-        for stage in (config.warmup, config.adapt):  # what contradicts the second is said before the first
-            check_stage(stage, model.config, data.training)
-        figures = Figures(run / "result.json", config, data, say)
-        figures.measure(model, "dense", sparse=False, recall="untrained")
-        model = _train(config.warmup, model, data, run / "warmup", "warm-up").fp32_model()
-        figures.measure(model, "sparse, warm-up only", sparse=True, recall="after warm-up")
-        adapted = _train(config.adapt, model, data, run / "adapt", "adapt")
-        say(f"export    {run / 'model'}")
-        adapted.export(run / "model", tokenizer=tokenizer)
-        model = adapted.fp32_model()
-        figures.measure(model, "sparse, adapted", sparse=True, recall="after adaptation")
-        figures.measure(model, "dense attention, adapted weights", sparse=False)
+    model = begin_with(config.checkpoint, "cpu" if config.mesh or launched() else config.device, **changes)
+    tokenizer, run = load_tokenizer(config.checkpoint), Path(config.run)
+    with together(config, run, model.config) as world:
+        ranks = Ranks(world)
+        with claimed(run, ".sparsify.lock", ranks):
+            begun = ranks.from_main((run / "warmup" / "checkpoints").exists)
+
+            def keep() -> None:
+                keep_config(run, config, begun=begun, may_differ=MAY_DIFFER | ALSO_MAY_DIFFER)
+                keep_weights(config.checkpoint, run / "weights.json", begun=begun)
+
+            ranks.on_main(keep)
+            data = prepare_once(
+                config,
+                run / "data",
+                tokenizer,
+                ranks,
+                say,
+                ahead=1 + max(config.warmup.mtp_depths, config.adapt.mtp_depths),
+                vocab_size=model.config.vocab_size,
+                begun=begun,
+            )
+            for stage in (config.warmup, config.adapt):  # what contradicts the second is said before the first
+                check_stage(stage, model.config, data.training)
+            checked()
+            stages = Stages(config, model if world is None else model.to(world.device), data, world)
+            figures = Figures(run / "result.json", config, data, say, ranks)
+            figures.measure(stages.model, "dense", sparse=False, recall="untrained")
+            stages.train(config.warmup, run / "warmup", "warm-up")
+            figures.measure(stages.model, "sparse, warm-up only", sparse=True, recall="after warm-up")
+            adapted = stages.train(config.adapt, run / "adapt", "adapt")
+            say(f"export    {run / 'model'}")
+            adapted.export(run / "model", tokenizer=tokenizer)
+            stages.take_up(adapted, run / "model")
+            figures.measure(stages.model, "sparse, adapted", sparse=True, recall="after adaptation")
+            figures.measure(stages.model, "dense attention, adapted weights", sparse=False)
     return Sparsified(run, run / "model", figures.bits_per_byte, figures.recall, figures.result)
+
+
+class Stages:
+    """A model that goes from stage to stage, whole on every rank between two of them."""
+
+    def __init__(self, config: SparsifyConfig, model: GLM5, data: Prepared, world: World | None) -> None:
+        self.config, self.model, self.data, self.world = config, model, data, world
+        model.config = model.config.replace(extra={**model.config.extra, "glm5_attention": "sparse"})
+
+    def train(self, stage: TrainConfig, directory: Path, title: str) -> Trainer:
+        """Run a stage, and take up what it made; on several ranks by way of DIRECTORY/model."""
+        config, loader = self.config, Loader(self.data.training, stage.seed)
+        how = (self.world, config.pipeline, config.gather_once, config.prefetch)
+        trainer = Trainer(stage, self.model, loader, directory, *how)
+        trainer.run(title=title)
+        if stage is not config.adapt:
+            if self.world is not None:
+                trainer.export(directory / "model")
+            self.take_up(trainer, directory / "model")
+        return trainer
+
+    def take_up(self, trainer: Trainer, exported: Path) -> None:
+        """The model that a stage made: its own, or on several ranks what they have exported."""
+        if self.world is None:
+            self.model = trainer.fp32_model()
+        else:
+            config = self.model.config
+            self.model = load_model(exported, device=str(self.world.device), dtype="float32")
+            self.model.config = config
 
 
 def _corpus_of(checkpoint: str) -> str:
@@ -138,32 +179,12 @@ def _corpus_of(checkpoint: str) -> str:
     return corpus if isinstance(corpus, str) and corpus else STDLIB
 
 
-def _train(stage: TrainConfig, model: GLM5, data: Prepared, directory: Path, title: str) -> Trainer:
-    loader = Loader(data.training, stage.seed)
-    trainer = Trainer(stage, model, loader, directory)
-    trainer.run(title=title)
-    return trainer
-
-
-def keep_weights(checkpoint: str, path: Path, *, begun: bool) -> None:
-    """Write checksums of the weights that the run begins with.
-
-    Raises:
-        ConfigError: the run has begun, with other weights.
-    """
-    sums = {file.name: sha256_file(file) for file in sorted(Path(checkpoint).glob("*.safetensors"))}
-    if begun and read_json(path) != sums:
-        rule = "its weights are not those that this run began with; choose another --run directory"
-        raise ConfigError("checkpoint", checkpoint, rule)
-    write_json(path, sums)
-
-
 class Figures:
     """Held-out figures, kept in a file as they are made, so that a resumed run measures none twice."""
 
-    def __init__(self, path: Path, config: SparsifyConfig, data: Prepared, say: Say) -> None:
-        self.path, self.config, self.data, self.say = path, config, data, say
-        begun: dict[str, Any] = read_json(path) if path.exists() else {}
+    def __init__(self, path: Path, config: SparsifyConfig, data: Prepared, say: Say, ranks: Ranks) -> None:
+        self.path, self.config, self.data, self.say, self.ranks = path, config, data, say, ranks
+        begun: dict[str, Any] = ranks.from_main(lambda: read_json(path) if path.exists() else {})
         rows = [config.held_out_rows, config.recall_rows]
         if begun.get("rows") != rows:
             begun = {"rows": rows, "bits_per_byte": {}, "recall": {}, "recall_by_layer": {}}
@@ -178,17 +199,18 @@ class Figures:
         return self.result["recall"]
 
     def measure(self, model: GLM5, name: str, *, sparse: bool, recall: str = "") -> None:
-        """Bits per byte as `name`, and the indexers' recall as `recall`, unless they are known."""
-        data = self.data.held_out
+        """Bits per byte as `name`, and the indexers' recall as `recall`, unless they are known. The model is whole on
+        every rank, which share out the rows; recall is measured on the main one."""
+        data, ranks = self.data.held_out, self.ranks
         if data is None or (name in self.bits_per_byte and (not recall or recall in self.recall)):
             return
-        found = held_out(model, data, sparse=sparse, max_rows=self.config.held_out_rows)
+        found = held_out(model, data, sparse=sparse, max_rows=self.config.held_out_rows, ranks=ranks)
         self.bits_per_byte[name] = found.bits_per_byte
         line = f"measured  {found.bits_per_byte:.4f} bits per byte  {name}"
         if recall:
-            layers = indexer_recall(model, data, max_rows=self.config.recall_rows)
+            layers = ranks.from_main(lambda: indexer_recall(model, data, max_rows=self.config.recall_rows))
             self.result["recall_by_layer"][recall] = layers
             self.recall[recall] = sum(layers) / len(layers)
             line += f"; recall {self.recall[recall]:.3f} {recall}"
-        write_json(self.path, self.result)
+        ranks.on_main(lambda: write_json(self.path, self.result))
         self.say(line)

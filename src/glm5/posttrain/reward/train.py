@@ -40,7 +40,7 @@ from glm5.train.prepare import Say
 from glm5.train.random_state import seed_random_state
 from glm5.train.ranks import Ranks
 from glm5.train.schedule import LearningRate
-from glm5.train.sparsify import keep_weights
+from glm5.train.together import keep_weights
 from glm5.utils.config_io import to_dict
 from glm5.utils.devices import resolve_device
 from glm5.utils.errors import CheckpointError, ConfigError, DataError, NumericalError

@@ -1,0 +1,187 @@
+"""What the commands that train share: a mesh of processes, one run directory, data that is made once, closing figures.
+
+Read next: `pretrain`, `midtrain` and `sparsify`, which are built of it; `glm5.parallel.mesh`, `ranks`.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from glm5.data.loader import TokenDataset
+from glm5.model.config import ModelConfig
+from glm5.model.glm5 import GLM5
+from glm5.model.weights import load_model
+from glm5.parallel.mesh import Mesh, World, launched, open_world
+from glm5.parallel.watch import check_alike, watched
+from glm5.text.tokenizer import Tokenizer
+from glm5.train.config import TrainConfig
+from glm5.train.evaluate import HeldOut, held_out
+from glm5.train.loop import Trainer
+from glm5.train.prepare import Prepared, Say, TextConfig, opened, prepare
+from glm5.train.ranks import PipelineOptions, Ranks, check_batch
+from glm5.utils.config_io import to_dict
+from glm5.utils.errors import ConfigError
+from glm5.utils.files import exclusive, read_json, require_writable, sha256_file, write_json
+
+# Fields that a resumed run may change: how the work is divided decides nothing that is computed.
+MESH_MAY_DIFFER = {"mesh", "gather_once", "prefetch", "restarts", "hang_seconds"}
+MESH_MAY_DIFFER |= {"schedule", "layout", "stages_per_rank", "reduce_every", "offload", "recompute"}
+
+
+@dataclass(frozen=True)
+class MeshConfig:
+    """The devices of a run."""
+
+    device: str = "auto"
+    """cpu, cuda or cuda:N; auto is a GPU where there is one."""
+    mesh: str = ""
+    """How several processes divide the work, like dp=2,ep=2,tp=2 (axes: dp, pp, cp, tp; ep and shard fold on dp x cp).
+    They are started here unless torchrun started them; without a mesh those that it started divide the rows."""
+    gather_once: bool = False
+    """On several processes: hold all parameters from a step's first micro-batch to its last, and reduce gradients after
+    the last; faster, for the memory of whole parameters and fp32 gradients."""
+    prefetch: int = 1
+    """On several processes: blocks whose parameters are on their way while one computes; 0 leaves it to FSDP."""
+    pipeline: PipelineOptions = field(default_factory=PipelineOptions)
+    """How the stages run, where the mesh has pp."""
+    restarts: int = 0
+    """On processes that this command starts itself: how often all are started again, from the newest checkpoint, after
+    one has failed."""
+    hang_seconds: float = 300.0
+    """On several processes: how long a step may stand still before stack traces of all are written to RUN/ranks."""
+    deterministic: bool = False
+    """Only operators whose result is the same at every run, where torch has them; slower on a GPU."""
+
+    def __post_init__(self) -> None:
+        Mesh.parse(self.mesh)
+        for name in ("restarts", "prefetch"):
+            if getattr(self, name) < 0:
+                raise ConfigError(name, getattr(self, name), "must be at least 0")
+        if not 0 < self.hang_seconds < float("inf"):
+            raise ConfigError("hang_seconds", self.hang_seconds, "must be a positive number")
+
+    def check_stage_batch(self, name: str, stage: TrainConfig) -> None:
+        """Whether the mesh can deal out the batches of the stage in field `name`.
+
+        Raises:
+            ConfigError: it cannot; it names the field.
+        """
+        try:
+            check_batch(stage, Mesh.parse(self.mesh))
+        except ConfigError as e:
+            raise ConfigError(f"{name}.{e.field}", e.value, e.rule) from None
+
+
+@contextmanager
+def together(config: MeshConfig, run: Path, model: ModelConfig) -> Iterator[World | None]:
+    """The processes that train together: those that torchrun started, or None for this one alone.
+
+    Args:
+        run: the run's directory, where ranks watch each other. model: that they are to divide.
+
+    Raises:
+        ConfigError: the mesh needs another number of them, or cannot divide the model.
+        ParallelError: they did not find each other, or don't run the same.
+    """
+    if config.deterministic:
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+        torch.use_deterministic_algorithms(True, warn_only=True)
+    mesh = Mesh.parse(config.mesh)
+    if not launched() and mesh.size == 1:
+        yield None
+        return
+    if not config.mesh and launched():
+        mesh = Mesh(dp=int(os.environ["WORLD_SIZE"]))
+    mesh.check_model(model)
+    with open_world(mesh, config.device.partition(":")[0]) as world:
+        check_alike(world, to_dict(config))
+        with watched(world, run / "ranks", config.hang_seconds):
+            yield world
+
+
+@contextmanager
+def claimed(run: Path, name: str, ranks: Ranks) -> Iterator[None]:
+    """Hold a run's directory, made if missing, by the lock file `name`, on the main rank.
+
+    What fails while nothing is in it but the lock and empty directories leaves nothing behind.
+
+    Raises:
+        FileError: it cannot be written, or another process holds it.
+    """
+    with ExitStack() as held:
+
+        def claim() -> None:
+            missing = [path for path in (run, *run.parents) if not path.exists()]
+            require_writable(run)
+            held.enter_context(exclusive(run / name))
+            held.callback(_leave, run, name, missing)
+
+        ranks.on_main(claim)
+        yield
+
+
+def _leave(run: Path, name: str, made: list[Path]) -> None:
+    """Remove a run's directory that was made for it if it holds nothing but its lock, with parents that were, too."""
+    if not made or [path for path in run.rglob("*") if not path.is_dir()] != [run / name]:
+        return
+    (run / name).unlink()
+    below = sorted((path for path in run.rglob("*")), key=lambda p: -len(p.parts))
+    with suppress(OSError):
+        for path in (*below, *made):
+            path.rmdir()
+
+
+def prepare_once(
+    config: TextConfig,
+    directory: Path,
+    given: Tokenizer | None,
+    ranks: Ranks,
+    say: Say,
+    *,
+    ahead: int,
+    vocab_size: int,
+    begun: bool,
+) -> Prepared:
+    """A run's data in `directory`: made by the main rank, opened by all. Arguments and errors as `prepare`'s."""
+
+    def make() -> Prepared:
+        return prepare(config, directory, ahead=ahead, vocab_size=vocab_size, tokenizer=given, begun=begun, say=say)
+
+    made = ranks.on_main(make)
+    return ranks.together(lambda: made or opened(config, directory, ahead=ahead))
+
+
+def begin_with(checkpoint: str, device: torch.device | str, **changes: Any) -> GLM5:
+    """A model to train further, in fp32, whole on every rank. Errors as `load_model`."""
+    return load_model(checkpoint, device=str(device), dtype="float32", **changes)
+
+
+def keep_weights(checkpoint: str, path: Path, *, begun: bool) -> None:
+    """Write checksums of the weights that the run begins with.
+
+    Raises:
+        ConfigError: the run has begun, with other weights.
+    """
+    sums = {file.name: sha256_file(file) for file in sorted(Path(checkpoint).glob("*.safetensors"))}
+    if begun and read_json(path) != sums:
+        rule = "its weights are not those that this run began with; choose another --run directory"
+        raise ConfigError("checkpoint", checkpoint, rule)
+    write_json(path, sums)
+
+
+def measured(trainer: Trainer, data: TokenDataset, rows: int | None, *, sparse: bool) -> HeldOut:
+    """Loss over the first so many held-out rows (None: all), of the model as it is now; all ranks call it."""
+    if trainer.pipeline is None:
+        return held_out(trainer.model, data, sparse=sparse, max_rows=rows, ranks=trainer.ranks)
+    # A pipeline's stages have no forward pass of their own: the main rank measures the whole model.
+    model, world = trainer.fp32_model(), trainer.ranks.world
+    assert world is not None
+    device = world.device
+    return trainer.ranks.from_main(lambda: held_out(model.to(device), data, sparse=sparse, max_rows=rows))

@@ -1,0 +1,183 @@
+"""`midtrain`: longer contexts in stages, mixed as told, one optimizer through all, resumable, on several ranks."""
+
+from __future__ import annotations
+
+import json
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from test_pretrain import config as pretrain_config
+from test_pretrain import write_corpus
+
+from glm5.model.weights import load_model
+from glm5.parallel.mesh import World
+from glm5.train.config import TrainConfig
+from glm5.train.loop import Trainer
+from glm5.train.midtrain import MidtrainConfig, Stage, midtrain, report_stages
+from glm5.train.pretrain import pretrain
+from glm5.train.schedule import BatchWarmup, LearningRate
+from glm5.utils.errors import ConfigError
+from glm5.utils.runlog import read_metrics
+from support.parallel import apart
+from support.ranks import run_ranks
+
+
+@pytest.fixture(autouse=True)
+def _one_thread() -> None:
+    torch.set_num_threads(1)
+
+
+@pytest.fixture(scope="module")
+def dense(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A directory with two corpora, a and b, and under run/model a model that was trained in rows of 32."""
+    torch.set_num_threads(1)
+    directory = tmp_path_factory.mktemp("dense")
+    write_corpus(directory / "corpus")
+    write_corpus(directory / "other", files=12, words=150, seed=3)
+    pretrain(pretrain_config(directory), lambda _: None)
+    return directory
+
+
+def config(dense: Path, run: Path, **changes: Any) -> MidtrainConfig:
+    a, b = str(dense / "corpus"), str(dense / "other")
+
+    def stage(name: str, seq_len: int, *corpora: str, steps: int = 3) -> Stage:
+        rate = LearningRate(2e-2, 1e-2, shape="linear")
+        train = TrainConfig(steps=steps, batch=BatchWarmup(4, 4, 0), micro_batch=2, lr=rate, save_every=1)
+        return Stage(name, seq_len, corpora, train)
+
+    defaults: dict[str, Any] = dict(
+        checkpoint=str(dense / "run" / "model"),
+        run=str(run),
+        held_out=0.2,
+        held_out_rows=8,
+        stages=(stage("64", 64, f"{a}=3", f"{b}=1"), stage("96", 96, b, steps=2)),
+        device="cpu",
+    )
+    return MidtrainConfig(**{**defaults, **changes})
+
+
+def test_stages_lengthen_and_mix_and_resume_to_the_same_bytes(
+    dense: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rows: list[tuple[int, int, dict[str, int]]] = []
+    plain = Trainer._rows
+
+    def watched(self: Trainer, count: int) -> Any:
+        numbers = self.loader.rows(self.samples, count)
+        tasks = self.loader.dataset.task_rows  # type: ignore[attr-defined]
+        each = {Path(n).name: sum(a <= x < b for x in numbers) for n, (a, b) in tasks.items()}
+        rows.append((self.loader.dataset.seq_len, count, each))
+        return plain(self, count)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Trainer, "_rows", watched)
+        whole = midtrain(config(dense, tmp_path / "whole"), lambda _: None)
+    assert rows == [(64, 4, {"corpus": 3, "other": 1})] * 3 + [(96, 4, {"other": 4})] * 2
+    assert [m["lr"] for m in read_metrics(whole.run / "1-64")] == pytest.approx([0.02, 0.05 / 3, 0.04 / 3])
+    assert {name: sorted(Path(p).name for p in of) for name, of in whole.bits_per_byte.items()} == {
+        "64": ["corpus", "other"],
+        "96": ["other"],
+    }
+    assert json.loads((whole.run / "result.json").read_text())["bits_per_byte"] == whole.bits_per_byte
+    last = read_metrics(whole.run / "2-96")[-1]
+    assert last["tokens"] == whole.tokens > 3 * 4 * 60
+
+    def stop(self: Trainer) -> dict[str, Any]:
+        if (self.loader.dataset.seq_len, self.finished_steps) == (96, 1):
+            raise KeyboardInterrupt
+        return step(self)
+
+    step = Trainer.step
+    with monkeypatch.context() as patch:
+        patch.setattr(Trainer, "step", stop)
+        with pytest.raises(KeyboardInterrupt):
+            midtrain(config(dense, tmp_path / "broken"), lambda _: None)
+    broken = midtrain(config(dense, tmp_path / "broken"), lambda _: None)
+    for name in ("model.safetensors", "config.json"):
+        assert (whole.model / name).read_bytes() == (broken.model / name).read_bytes(), name
+    assert broken.bits_per_byte == whole.bits_per_byte
+
+
+def test_the_optimizer_goes_through_all_stages(dense: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One stage cut into two of its rows and rate is the same run: momenta are not begun anew."""
+    given = config(dense, tmp_path / "one").stages[1]
+    constant = LearningRate(1e-2, 1e-2, shape="constant")
+
+    def stages(*steps: int) -> tuple[Stage, ...]:
+        train = [TrainConfig(steps=n, batch=BatchWarmup(4, 4, 0), micro_batch=2, lr=constant) for n in steps]
+        return tuple(Stage(f"{i}", 64, given.corpora, t) for i, t in enumerate(train))
+
+    plain = Trainer._rows
+    met: list[int] = []
+
+    def counted(self: Trainer, count: int) -> Any:  # a stage begins its rows anew; here they go on
+        before, self.samples = self.samples, 4 * len(met)
+        met.append(1)
+        try:
+            return plain(self, count)
+        finally:
+            self.samples = before
+
+    models = []
+    monkeypatch.setattr(Trainer, "_rows", counted)
+    for name, steps in (("one", (4,)), ("two", (2, 2))):
+        met.clear()
+        found = midtrain(config(dense, tmp_path / name, stages=stages(*steps), held_out=0.0), lambda _: None)
+        models.append(load_model(found.model).state_dict())
+    assert all(torch.equal(t, models[1][name]) for name, t in models[0].items())
+
+
+def _on_ranks(world: World, dense: str, run: str, mesh: str) -> dict[str, dict[str, float]]:
+    # The processes are there already, as under torchrun.
+    import os
+
+    os.environ |= {"RANK": str(world.rank), "WORLD_SIZE": str(world.size), "MASTER_ADDR": "x", "MASTER_PORT": "1"}
+    return midtrain(config(Path(dense), Path(run), mesh=mesh), lambda _: None).bits_per_byte
+
+
+@pytest.mark.parametrize("mesh", ["dp=2", "cp=2"])
+def test_ranks_train_what_one_process_trains(mesh: str, dense: Path, tmp_path: Path) -> None:
+    alone = midtrain(config(dense, tmp_path / "alone"), lambda _: None)
+    together = run_ranks(2, mesh, _on_ranks, str(dense), str(tmp_path / "ranks"), mesh)
+    for found in together:
+        for stage, of in alone.bits_per_byte.items():
+            assert found[stage] == pytest.approx(of, rel=2e-3)
+    one, two = (load_model(tmp_path / name / "model").state_dict() for name in ("alone", "ranks"))
+    assert not apart(one, two, 0.2)
+
+
+def test_the_reports_lengths_and_rates() -> None:
+    stages = report_stages()
+    assert [s.seq_len for s in stages] == [32_768, 131_072, 202_752]
+    tokens = [s.seq_len * s.train.steps for s in stages]
+    assert [t / tokens[-1] for t in tokens] == pytest.approx([20, 10, 1], rel=0.03)
+    ends = [(s.train.lr.peak, s.train.lr.final) for s in stages]
+    assert ends[0][0] == 4e-5
+    assert ends[-1][1] == 1e-5
+    assert all(before[1] == after[0] for before, after in pairwise(ends))
+    # On one line, by tokens.
+    total = sum((1000, 500, 50))
+    assert ends[0][1] == pytest.approx(4e-5 - 3e-5 * 1000 / total, rel=0.01)
+    assert ends[1][1] == pytest.approx(4e-5 - 3e-5 * 1500 / total, rel=0.01)
+
+
+def test_contradictions(dense: Path, tmp_path: Path) -> None:
+    one = config(dense, tmp_path / "run").stages[0]
+    with pytest.raises(ConfigError, match="two have one name"):
+        config(dense, tmp_path / "run", stages=(one, one))
+    with pytest.raises(ConfigError, match="names one twice"):
+        Stage("a", 8, ("x", "x=2"))
+    with pytest.raises(ConfigError, match="must be above 0"):
+        Stage("a", 8, ("x=0",))
+    with pytest.raises(ConfigError, match=r"stages\.0\.train\.batch\.initial=4: must be a multiple of dp=3"):
+        config(dense, tmp_path / "run", mesh="dp=3")
+    sparse = Stage("a", 64, one.corpora, TrainConfig(stage="sparse"))
+    with pytest.raises(
+        ConfigError, match=r"stages\.0\.train\.stage='sparse': this model attends densely: give 'pretrain'"
+    ):
+        midtrain(config(dense, tmp_path / "run", stages=(sparse,)), lambda _: None)
+    assert not (tmp_path / "run").exists()
