@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -213,6 +214,41 @@ def test_a_seed_gives_one_text_however_it_is_run(drafts: int, model: GLM5, promp
     options: dict[str, Any] = dict(max_new_tokens=NEW, temperature=0.8, top_p=0.9, seed=5, stop_ids=())
     assert [list(generate(model, ids, speculate=drafts, **options)) for ids in prompts] == alone
     assert len({tuple(ids) for ids in alone}) > 5
+
+
+@pytest.mark.parametrize("drafts", [0, 2])
+def test_answers_have_the_probabilities_that_the_model_gives(drafts: int, model: GLM5) -> None:
+    """Of 1,024 answers to one prompt, n at a time: what is drawn, first, second and third id together, with drafts of
+    which some are right and some are not."""
+    prompt, width = [7, 8, 9, 10, 11], 3
+    params = SamplingParams(max_new_tokens=3, temperature=1.3, top_k=width, ignore_eos=True, n=128)
+    engine = Engine(model, replace(SMALL, pages=400, max_running=128, drafts=drafts))
+    counts: Counter[tuple[int, ...]] = Counter()
+    for seed in range(8):
+        engine.add(Request(prompt, replace(params, seed=seed)))
+        answers = [Answer() for _ in range(128)]
+        while engine.has_work:
+            for delta in engine.step():
+                answers[delta.index].add(delta)
+        counts.update(tuple(a.ids) for a in answers)
+    chances: dict[tuple[int, ...], float] = {(): 1.0}
+    for _ in range(3):
+        grown = {}
+        for ids, chance in chances.items():
+            with torch.no_grad():
+                best = model(torch.tensor([[*prompt, *ids]]), logits_to_keep=1).logits[0, 0].topk(width)
+            for id, p in zip(best.indices.tolist(), (best.values / 1.3).softmax(-1).tolist(), strict=True):
+                grown[*ids, id] = chance * p
+        chances = grown
+    assert set(counts) <= set(chances)
+    total = counts.total()
+    often = {ids: chance for ids, chance in chances.items() if chance * total > 4}
+    chi = sum((counts[ids] - chance * total) ** 2 / (chance * total) for ids, chance in often.items())
+    free = len(often) - 1
+    assert free >= 8
+    assert chi < free + 4 * (2 * free) ** 0.5  # four standard deviations
+    if drafts:
+        assert 0.1 < engine.speculation.acceptance[0] < 0.95
 
 
 def test_several_answers_share_a_prompt(model: GLM5, prompts: list[list[int]]) -> None:

@@ -117,8 +117,8 @@ def test_penalties_bias_and_temperature_by_the_formula() -> None:
         logit_bias={3: 2.0, 20: -1.0},
     )
     prompt, answer = [5, 6, 5, 20], []
-    state = state_of(sampler, prompt, seed=4, logprobs=V, ignore_eos=True, **p)
-    for step in range(12):
+    state = state_of(sampler, prompt, seed=4, logprobs=V, ignore_eos=True, max_new_tokens=60, **p)
+    for step in range(40):
         logits = logits_of(step)
         (chosen,) = sampler.choose(logits, [state])
         x = logits[0, :V].double().numpy().copy()
@@ -135,6 +135,7 @@ def test_penalties_bias_and_temperature_by_the_formula() -> None:
         assert [i for i, _ in info.top] == np.argsort(-expected).tolist()
         assert [value for _, value in info.top] == pytest.approx(np.sort(expected)[::-1], abs=1e-5)
         answer.append(id)
+    assert max(Counter(answer).values()) > 1  # so that what is of a count differs from what is of an occurrence
 
 
 def test_greedy_takes_the_lowest_of_equals_and_no_padding() -> None:
