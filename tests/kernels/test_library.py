@@ -6,6 +6,8 @@ import pytest
 import torch
 
 from glm5.kernels import cuda, library
+from glm5.kernels.latent_rows import pack_rows
+from glm5.kernels.moe_fp8 import grouped_swiglu_fp8, pack_experts
 
 RUNS, WHY = cuda.available()
 
@@ -29,6 +31,31 @@ def test_shapes_are_known_without_running() -> None:
     assert (picked.shape, picked.dtype) == ((2, 3, 100), torch.int32)
     y = library.grouped_swiglu(_meta(9, 64), _meta(4, 64, 64), _meta(4, 64, 32), _meta(9, 2), _meta(9, 2))
     assert y.shape == (9, 64)
+
+    out, lse = library.sparse_mla_fp8(q.detach(), _meta(2, 100, 656, dtype=torch.uint8), selected, 0.1)
+    assert (out.shape, lse.shape, lse.dtype) == ((2, 3, 64, 512), (2, 3, 64), torch.float32)
+    e4m3, fp32 = torch.float8_e4m3fn, torch.float32
+    inputs = (
+        _meta(2, 3, 32, 128, dtype=e4m3),
+        _meta(2, 3, 32),
+        _meta(2, 100, 128, dtype=e4m3),
+        _meta(2, 100, dtype=fp32),
+    )
+    assert library.index_select_fp8(*inputs, selected, selected, 40).shape == (2, 3, 40)
+
+
+def test_fp8_operators_run_their_specifications_anywhere() -> None:
+    generator = torch.Generator().manual_seed(0)
+    q, rows = (torch.randn(*shape, generator=generator) for shape in ((1, 2, 3, 576), (1, 20, 576)))
+    selected = torch.arange(8, dtype=torch.int32).repeat(1, 2, 1)
+    out, _ = torch.ops.glm5.sparse_mla_fp8(q, pack_rows(rows), selected, 0.05)
+    exact = ((q[0] @ rows[0, :8].T) * 0.05).softmax(-1) @ rows[0, :8, :512]
+    assert (out[0] - exact).norm() < 0.1 * exact.norm()
+    x, expert, weight = torch.randn(5, 128, generator=generator), torch.zeros(5, 1, dtype=torch.long), torch.ones(5, 1)
+    packed = pack_experts(torch.randn(1, 256, 128, generator=generator), torch.randn(1, 128, 128, generator=generator))
+    scaled = (part for p in packed for part in (p.values, p.scale))
+    y = torch.ops.glm5.grouped_swiglu_fp8(x, *scaled, expert, weight)
+    assert torch.equal(y, grouped_swiglu_fp8(x, *packed, expert, weight))
 
 
 @pytest.mark.gpu

@@ -177,6 +177,28 @@ def _index_select(q_BTJI: Tensor, w_BTJ: Tensor, k_BSI: Tensor) -> str | None:
     return _plain_bf16(q_BTJI, k_BSI)
 
 
+# In 8 bits.
+def _e4m3(*tensors: Tensor) -> str | None:
+    wrong = next((t.dtype for t in tensors if t.dtype != torch.float8_e4m3fn), None)
+    return None if wrong is None else f"written for e4m3, not {wrong}"
+
+
+def _index_select_fp8(q_BTJI: Tensor, w_BTJ: Tensor, k_BSI: Tensor, scale_BS: Tensor) -> str | None:
+    if q_BTJI.shape[2:] != (32, 128):
+        return f"takes 32 index heads of 128, not {q_BTJI.shape[2]} of {q_BTJI.shape[3]}"
+    return _e4m3(q_BTJI, k_BSI)
+
+
+def _sparse_mla_fp8(q_BTHX: Tensor, rows_BSY: Tensor) -> str | None:
+    return _mla_heads(q_BTHX.shape[2], q_BTHX.shape[3], 512) or _plain_bf16(q_BTHX)
+
+
+def _experts_fp8(x_ND: Tensor, gate_up_EFD: Tensor, down_EDF: Tensor) -> str | None:
+    if any(n % 128 for n in down_EDF.shape[1:]) or not (gate_up_EFD.is_contiguous() and down_EDF.is_contiguous()):
+        return "takes contiguous weights whose widths are multiples of 128"
+    return _e4m3(gate_up_EFD, down_EDF) or _plain_bf16(x_ND)
+
+
 def _rows_at_one_stride(x: Tensor, *weights: Tensor) -> str | None:
     dense = x.stride(-1) == 1 and (x.ndim == 2 or x.shape[:-2].numel() == 1 or x.is_contiguous())
     return _plain_bf16(x, *weights) if dense else "takes rows at one stride"
@@ -299,6 +321,38 @@ def _load_index_select() -> Callable[..., Any]:
     return select
 
 
+def _load_index_select_fp8() -> Callable[..., Any]:
+    from glm5.kernels.cuda import index_select
+    from glm5.kernels.indexer_fp8 import IndexKeys
+
+    def select(q: Tensor, w: Tensor, keys: IndexKeys, visible: Visibility, k: int, pages: Pages | None) -> Tensor:
+        values, scale = keys if pages is not None else (part[:, : visible.slots] for part in keys)
+        first, last = visible.narrow
+        return index_select(q, w, values, first, last, min(k, visible.slots), pages=pages, key_scale_BS=scale)
+
+    return select
+
+
+def _load_sparse_mla_fp8(room: str) -> Callable[[], Callable[..., Any]]:
+    def load() -> Callable[..., Any]:
+        from glm5.kernels import cuda, triton
+
+        def attend(
+            q: Tensor, rows: Tensor, selected: Tensor, scale: float, pages: Pages | None
+        ) -> tuple[Tensor, Tensor]:
+            selected = selected.contiguous()
+            pair: tuple[Tensor, Tensor]
+            if room == "cuda":
+                pair = cuda.sparse_mla(q, rows, selected, value_dim=512, scale=scale, pages=pages)
+            else:
+                pair = triton.sparse_mla_fp8(q, rows, selected, scale=scale, pages=pages)
+            return pair
+
+        return attend
+
+    return load
+
+
 def _load_absorbed() -> Callable[..., Any]:
     from glm5.kernels.cuda import sparse_mla
     from glm5.kernels.triton import by_head
@@ -364,6 +418,15 @@ OPERATORS: dict[str, tuple[Fast, ...]] = {
         Fast("cuda.index_select", _both, _index_select, _load_index_select),
         Fast("cpu.index_select", _compiler, _plain_fp32, _load_cpu("index_select")),
     ),
+    "index_select_fp8": (Fast("cuda.index_select", _both, _index_select_fp8, _load_index_select_fp8),),
+    "sparse_attention_fp8": (
+        Fast("cuda.sparse_mla", _hopper, _sparse_mla_fp8, _load_sparse_mla_fp8("cuda")),
+        Fast("triton.sparse_mla_fp8", _triton, _sparse_mla_fp8, _load_sparse_mla_fp8("triton")),
+    ),
+    "grouped_swiglu_fp8": (
+        Fast("triton.grouped_swiglu_fp8", _triton, _experts_fp8, _load_triton("grouped_swiglu_fp8")),
+    ),
+    "packed_matmul": (),
     "absorbed_attention": (
         Fast("cuda.absorbed_attention", _both, _absorbed, _load_absorbed),
         Fast("cpu.absorbed_attention", _compiler, _cpu_absorbed, _load_cpu("absorbed_attention")),

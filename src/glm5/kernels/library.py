@@ -96,3 +96,70 @@ def grouped_swiglu(x: Tensor, gate_up: Tensor, down: Tensor, expert: Tensor, wei
 @grouped_swiglu.register_fake
 def _(x: Tensor, gate_up: Tensor, down: Tensor, expert: Tensor, weight: Tensor) -> Tensor:
     return x.new_empty(x.shape)
+
+
+# --------------------------------------------------------------------------- in 8 bits
+@_op("sparse_mla_fp8", "(Tensor q, Tensor rows, Tensor selected, float scale) -> (Tensor, Tensor)")
+def sparse_mla_fp8(q: Tensor, rows: Tensor, selected: Tensor, scale: float) -> tuple[Tensor, Tensor]:
+    """`latent_rows.sparse_attention_fp8`: out [B, T, H, 512] and log-sum-exp, without a gradient."""
+    from glm5.kernels.latent_rows import sparse_attention_fp8
+
+    return sparse_attention_fp8(q, rows, selected, scale)
+
+
+@sparse_mla_fp8.register_fake
+def _(q: Tensor, rows: Tensor, selected: Tensor, scale: float) -> tuple[Tensor, Tensor]:
+    return q.new_empty(*q.shape[:3], VALUE), q.new_empty(q.shape[:3], dtype=torch.float32)
+
+
+@_op(
+    "index_select_fp8",
+    "(Tensor q, Tensor w, Tensor keys, Tensor scale, Tensor first, Tensor last, int k) -> Tensor",
+)
+def index_select_fp8(q: Tensor, w: Tensor, keys: Tensor, scale: Tensor, first: Tensor, last: Tensor, k: int) -> Tensor:
+    """`indexer_fp8.index_select_fp8` over keys [B, S, I] and their scales: int32 [B, T, min(k, S)]."""
+    from glm5.kernels.indexer_fp8 import IndexKeys
+    from glm5.kernels.indexer_fp8 import index_select_fp8 as select
+    from glm5.kernels.visibility import Visibility
+
+    return select(q, w, IndexKeys(keys, scale), Visibility(first, last, keys.shape[1]), k)
+
+
+@index_select_fp8.register_fake
+def _(q: Tensor, w: Tensor, keys: Tensor, scale: Tensor, first: Tensor, last: Tensor, k: int) -> Tensor:
+    return q.new_empty(*q.shape[:2], min(k, keys.shape[1]), dtype=torch.int32)
+
+
+@_op(
+    "grouped_swiglu_fp8",
+    "(Tensor x, Tensor gate_up, Tensor gate_up_scale, Tensor down, Tensor down_scale, Tensor expert, Tensor weight)"
+    " -> Tensor",
+)
+def grouped_swiglu_fp8(
+    x: Tensor,
+    gate_up: Tensor,
+    gate_up_scale: Tensor,
+    down: Tensor,
+    down_scale: Tensor,
+    expert: Tensor,
+    weight: Tensor,
+) -> Tensor:
+    """`moe_fp8.grouped_swiglu_fp8` of e4m3 weights with scales by 128 x 128."""
+    from glm5.kernels.formats import BLOCK, Packed
+    from glm5.kernels.moe_fp8 import grouped_swiglu_fp8 as experts
+
+    matrices = (Packed("fp8", *pair, BLOCK, BLOCK) for pair in ((gate_up, gate_up_scale), (down, down_scale)))
+    return experts(x, *matrices, expert, weight)
+
+
+@grouped_swiglu_fp8.register_fake
+def _(
+    x: Tensor,
+    gate_up: Tensor,
+    gate_up_scale: Tensor,
+    down: Tensor,
+    down_scale: Tensor,
+    expert: Tensor,
+    weight: Tensor,
+) -> Tensor:
+    return x.new_empty(x.shape)

@@ -169,6 +169,19 @@ __device__ __forceinline__ void mma_n128(float (&d)[64], uint64_t a, uint64_t b,
         : HOPPER_16(d, 0), HOPPER_16(d, 16), HOPPER_16(d, 32), HOPPER_16(d, 48)
         : "l"(a), "l"(b), "r"(accumulate));
 }
+// d[64 x 128] (+)= A[64 x 32] B[128 x 32]^T of e4m3, both K-major in shared memory.
+__device__ __forceinline__ void mma_n128_fp8(float (&d)[64], uint64_t a, uint64_t b, int accumulate) {
+    asm volatile(
+        "{\n.reg .pred p;\nsetp.ne.b32 p, %66, 0;\n"
+        "wgmma.mma_async.sync.aligned.m64n128k32.f32.e4m3.e4m3 "
+        "{%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,%12,%13,%14,%15,"
+        "%16,%17,%18,%19,%20,%21,%22,%23,%24,%25,%26,%27,%28,%29,%30,%31,"
+        "%32,%33,%34,%35,%36,%37,%38,%39,%40,%41,%42,%43,%44,%45,%46,%47,"
+        "%48,%49,%50,%51,%52,%53,%54,%55,%56,%57,%58,%59,%60,%61,%62,%63}, "
+        "%64, %65, p, 1, 1;\n}\n"
+        : HOPPER_16(d, 0), HOPPER_16(d, 16), HOPPER_16(d, 32), HOPPER_16(d, 48)
+        : "l"(a), "l"(b), "r"(accumulate));
+}
 // d[first .. first + 64), 64 x 128, += A[64 x 16] B[16 x 128], A K-major and B MN-major, both in shared memory.
 template <int first, int N> __device__ __forceinline__ void mma_n128_tall(float (&d)[N], uint64_t a, uint64_t b) {
     asm volatile(

@@ -11,10 +11,18 @@
 // Four ninths of Q stay in the scorer's registers: it saves shared memory for the ring, and shared-memory bandwidth,
 // which the two matrix products would otherwise exhaust before the tensor cores.
 //
+// An fp8 cache (512 e4m3, 4 scales, 64 bf16: 656 bytes a position; see latent_rows.py): the copier gathers raw rows into
+// a ring of 2 and writes each step out in bf16 into a ring of 2, while the next is on its way. A thread converts what it
+// copied itself, so that nobody waits for the others' copies. Everything after the ring is the same.
+//
 // Few queries: a cluster of `splits` blocks shares one query. Partial results stay in shared memory and each block
 // sums its share of the heads over the ranks in a fixed order: no scratch in device memory, no second launch, the same
 // bits on every run. Many queries: a persistent grid whose copies run ahead into the next query.
+#include <cuda_fp8.h>
 #include <limits.h>
+#include <stddef.h>
+
+#include <type_traits>
 
 #include "hopper.cuh"
 
@@ -22,7 +30,7 @@ using namespace hopper;
 
 namespace {
 
-constexpr int kHeads = 64, kKeys = 48, kWidth = 576, kValue = 512, kStages = 3;
+constexpr int kHeads = 64, kKeys = 48, kWidth = 576, kValue = 512;
 constexpr int kChunks = kWidth / 64;          // 128-byte columns of a row
 constexpr int kSharedChunks = 5;              // of Q, in shared memory; the rest in registers
 constexpr int kRegisterSteps = (kChunks - kSharedChunks) * 4;
@@ -32,8 +40,16 @@ constexpr int kPBytes = kHeads * kKeys * 2, kPGroup = kKeys / 8 * 128;  // a gro
 constexpr int kPartialStride = kValue + 8;    // floats; the padding spreads rows over banks
 constexpr float kRescaleAbove = 8.0f;         // log2 units
 
-struct Shared {
+struct RawRows {  // of a step of an fp8 cache
+    uint8_t row[kKeys][kValue + 128];  // e4m3, then the rotary columns
+    float4 scale[kKeys];
+};
+struct Nothing {};
+
+template <bool kFp8> struct Shared {
+    static constexpr int kStages = kFp8 ? 2 : 3;
     alignas(1024) uint8_t stage[kStages][kStageBytes];
+    alignas(16) std::conditional_t<kFp8, RawRows, Nothing> raw[2];
     alignas(1024) uint8_t q[kSharedChunks][kQChunkBytes];
     alignas(1024) uint8_t p[2][kPBytes];
     float alpha[2][kHeads];
@@ -41,12 +57,13 @@ struct Shared {
     uint32_t valid[kStages][2];
     alignas(8) uint64_t full[kStages], empty[kStages], p_full[2], p_empty[2], stats_full, stats_empty;
 };
-static_assert(sizeof(Shared) <= 227 * 1024, "shared memory of one block");
-static_assert(kHeads * kPartialStride * 4 <= kStages * kStageBytes, "partial results reuse the ring");
+static_assert(sizeof(Shared<true>) <= 227 * 1024 && sizeof(Shared<false>) <= 227 * 1024, "shared memory of one block");
+static_assert(kHeads * kPartialStride * 4 <= 3 * kStageBytes && kHeads * kPartialStride * 4 <= offsetof(Shared<true>, q),
+              "partial results reuse the rings");
 
 struct Params {
     const __nv_bfloat16* q;    // [N, H, 576]
-    const __nv_bfloat16* kv;   // [B, S, 576], or a pool of pages [R, 576]
+    const uint8_t* kv;         // [B, S, row], or a pool of pages [R, row]; strides in bytes
     const int* selected;       // [N, K], -1 only at the end
     const int64_t* table;      // of pages, [B, P]: slot s is row table[b, s >> page_shift] << page_shift | s & page_mask
     __nv_bfloat16* out;        // [N, H, 512]
@@ -152,14 +169,29 @@ struct Span {
 // Where a block's copies are: `step` of `item`, whose steps stop at `end`, and where its rows are.
 struct Cursor {
     int item, step, end;
-    const __nv_bfloat16* kv;
+    const uint8_t* kv;
     const int64_t* table;
 };
 
-template <int kSplits>
+// 16 e4m3 numbers times a scale, in bf16.
+__device__ __forceinline__ void widen(const uint4& in, float scale, uint4& low, uint4& high) {
+    uint32_t out[8];
+#pragma unroll
+    for (int i = 0; i < 8; ++i) {
+        const uint32_t word = i < 2 ? in.x : i < 4 ? in.y : i < 6 ? in.z : in.w;
+        const __nv_fp8x2_storage_t two = static_cast<__nv_fp8x2_storage_t>(i % 2 ? word >> 16 : word & 0xFFFFu);
+        const float2 x = __half22float2(__half2(__nv_cvt_fp8x2_to_halfraw2(two, __NV_E4M3)));
+        out[i] = pack(x.x * scale, x.y * scale);
+    }
+    low = make_uint4(out[0], out[1], out[2], out[3]), high = make_uint4(out[4], out[5], out[6], out[7]);
+}
+
+template <int kSplits, bool kFp8>
 __global__ void __launch_bounds__(512, 1) sparse_mla_kernel(const __grid_constant__ Params params) {
     extern __shared__ __align__(1024) uint8_t raw[];
-    Shared& shared = *reinterpret_cast<Shared*>(raw);
+    using Store = Shared<kFp8>;
+    constexpr int kStages = Store::kStages;
+    Store& shared = *reinterpret_cast<Store*>(raw);
     const int role = __shfl_sync(~0u, threadIdx.x / 128, 0);
     const int tid = threadIdx.x % 128, warp = tid / 32, lane = tid % 32;
     const int rank = kSplits > 1 ? static_cast<int>(cluster_rank()) : 0;
@@ -167,7 +199,7 @@ __global__ void __launch_bounds__(512, 1) sparse_mla_kernel(const __grid_constan
 
     if (threadIdx.x == 0) {
         for (int i = 0; i < kStages; ++i) {
-            barrier_init(smem_address(&shared.full[i]), 129);
+            barrier_init(smem_address(&shared.full[i]), kFp8 ? 128 : 129);
             barrier_init(smem_address(&shared.empty[i]), 8);
         }
         for (int i = 0; i < 2; ++i) {
@@ -195,7 +227,7 @@ __global__ void __launch_bounds__(512, 1) sparse_mla_kernel(const __grid_constan
                 const Span span = Span::of<kSplits>(params, next.item, rank, lane);
                 next.step = span.begin - 1, next.end = span.end;
                 const int64_t batch = next.item / params.queries_per_batch;
-                next.kv = params.kv + batch * params.kv_batch_stride + unit * 8;
+                next.kv = params.kv + batch * params.kv_batch_stride + unit * 16;
                 next.table = params.table + batch * params.table_stride;
                 if (kSplits == 1) {  // the scorer will want this query's Q soon
                     const __nv_bfloat16* q = params.q + next.item * params.q_stride;
@@ -215,7 +247,7 @@ __global__ void __launch_bounds__(512, 1) sparse_mla_kernel(const __grid_constan
         };
         // Indices are requested three steps ahead of their use, their pages two: nobody waits for either.
         int low[3] = {-1, -1, -1}, high[3] = {-1, -1, -1}, page_low[2] = {0, 0}, page_high[2] = {0, 0};
-        const __nv_bfloat16* kv[3];
+        const uint8_t* kv[3];
         bool more[3];
 #pragma unroll
         for (int i = 0; i < 3; ++i) {
@@ -223,26 +255,80 @@ __global__ void __launch_bounds__(512, 1) sparse_mla_kernel(const __grid_constan
             kv[i] = next.kv, more[i] = next.item < params.queries;
             if (i < 2 && more[i]) page_low[i] = page(low[i]), page_high[i] = page(high[i]);
         }
+        // Of an fp8 cache: the step whose raw rows were asked for last, and how it becomes bf16 rows of the ring.
+        struct { bool any; uint32_t low, high; } behind = {false, 0, 0};
+        auto convert = [&](uint32_t at) {
+            if constexpr (kFp8) {
+                const RawRows& rows = shared.raw[at & 1];
+                const uint32_t s = at % kStages;
+                barrier_wait(smem_address(&shared.empty[s]), (at / kStages & 1) ^ 1);
+                __syncwarp();  // a row's scales were copied by one lane of the eight
+#pragma unroll 1
+                for (int i = 0; i < kKeys / 16; ++i) {
+                    const int r = row + i * 16;
+                    uint8_t* to = shared.stage[s] + r * 128;
+                    const float4 scale = rows.scale[r];
+#pragma unroll
+                    for (int c = 0; c < kValue / 128; ++c) {
+                        uint4 half[2];
+                        widen(*reinterpret_cast<const uint4*>(&rows.row[r][c * 128 + unit * 16]),
+                              c == 0 ? scale.x : c == 1 ? scale.y : c == 2 ? scale.z : scale.w, half[0], half[1]);
+                        // Lanes 4 to 7 of a row write their halves the other way round, so that banks differ.
+                        const int flip = unit / 4;
+                        uint8_t* chunk = to + (c * 2 + unit / 4) * kChunkBytes;
+                        const int at0 = unit % 4 * 2 + flip, at1 = unit % 4 * 2 + (flip ^ 1);
+                        *reinterpret_cast<uint4*>(chunk + ((at0 ^ (r & 7)) << 4)) = flip ? half[1] : half[0];
+                        *reinterpret_cast<uint4*>(chunk + ((at1 ^ (r & 7)) << 4)) = flip ? half[0] : half[1];
+                    }
+                    *reinterpret_cast<uint4*>(to + kValue / 64 * kChunkBytes + ((unit ^ (r & 7)) << 4)) =
+                        *reinterpret_cast<const uint4*>(&rows.row[r][kValue + unit * 16]);
+                }
+                if (tid == 0) shared.valid[s][0] = behind.low, shared.valid[s][1] = behind.high;
+                __syncwarp();  // the scales are read before the next copy over them
+                barrier_arrive(smem_address(&shared.full[s]));
+            }
+        };
         for (; more[0]; ++it) {
             const uint32_t valid_low = __ballot_sync(~0u, low[0] >= 0), valid_high = __ballot_sync(~0u, high[0] >= 0);
             if (low[0] >= 0) low[0] = (page_low[0] << params.page_shift) + (low[0] & params.page_mask);
             if (high[0] >= 0) high[0] = (page_high[0] << params.page_shift) + (high[0] & params.page_mask);
-            const uint32_t s = it % kStages, dst = smem_address(shared.stage[s]) + offset;
-            barrier_wait(smem_address(&shared.empty[s]), (it / kStages & 1) ^ 1);
+            if constexpr (kFp8) {
+                const uint32_t raw_row = smem_address(&shared.raw[it & 1].row[row][unit * 16]);
+                const uint32_t raw_scale = smem_address(&shared.raw[it & 1].scale[row]);
 #pragma unroll
-            for (int i = 0; i < kKeys / 16; ++i) {
-                const int index = __shfl_sync(~0u, i < 2 ? low[0] : high[0], row + i % 2 * 16);
-                const __nv_bfloat16* from = kv[0] + static_cast<int64_t>(max(index, 0)) * params.kv_stride;
-                const uint32_t bytes = index < 0 ? 0 : 16;
+                for (int i = 0; i < kKeys / 16; ++i) {
+                    const int index = __shfl_sync(~0u, i < 2 ? low[0] : high[0], row + i % 2 * 16);
+                    const uint8_t* from = kv[0] + static_cast<int64_t>(max(index, 0)) * params.kv_stride;
+                    const uint32_t bytes = index < 0 ? 0 : 16, to = raw_row + i * 16 * (kValue + 128);
 #pragma unroll
-                for (int c = 0; c < kChunks; ++c) copy16(dst + c * kChunkBytes + i * 2048, from + c * 64, bytes);
+                    for (int c = 0; c < kValue / 128; ++c) copy16(to + c * 128, from + c * 128, bytes);
+                    copy16(to + kValue, from + kValue + 16, bytes);
+                    if (unit == 0) copy16(raw_scale + i * 16 * 16, from + kValue, bytes);
+                }
+                asm volatile("cp.async.commit_group;" ::: "memory");
+                if (behind.any) {
+                    asm volatile("cp.async.wait_group 1;" ::: "memory");
+                    convert(it - 1);
+                }
+                behind = {true, valid_low, valid_high};
+            } else {
+                const uint32_t s = it % kStages, dst = smem_address(shared.stage[s]) + offset;
+                barrier_wait(smem_address(&shared.empty[s]), (it / kStages & 1) ^ 1);
+#pragma unroll
+                for (int i = 0; i < kKeys / 16; ++i) {
+                    const int index = __shfl_sync(~0u, i < 2 ? low[0] : high[0], row + i % 2 * 16);
+                    const uint8_t* from = kv[0] + static_cast<int64_t>(max(index, 0)) * params.kv_stride;
+                    const uint32_t bytes = index < 0 ? 0 : 16;
+#pragma unroll
+                    for (int c = 0; c < kChunks; ++c) copy16(dst + c * kChunkBytes + i * 2048, from + c * 128, bytes);
+                }
+                const uint32_t full = smem_address(&shared.full[s]);
+                if (tid == 0) {
+                    shared.valid[s][0] = valid_low, shared.valid[s][1] = valid_high;
+                    barrier_arrive(full);
+                }
+                barrier_arrive_after_copies(full);
             }
-            const uint32_t full = smem_address(&shared.full[s]);
-            if (tid == 0) {
-                shared.valid[s][0] = valid_low, shared.valid[s][1] = valid_high;
-                barrier_arrive(full);
-            }
-            barrier_arrive_after_copies(full);
 #pragma unroll
             for (int i = 0; i < 2; ++i) low[i] = low[i + 1], high[i] = high[i + 1], kv[i] = kv[i + 1], more[i] = more[i + 1];
             page_low[0] = page_low[1], page_high[0] = page_high[1];
@@ -252,6 +338,7 @@ __global__ void __launch_bounds__(512, 1) sparse_mla_kernel(const __grid_constan
             }
         }
         asm volatile("cp.async.wait_all;" ::: "memory");
+        if (kFp8 && behind.any) convert(it - 1);
         if (kSplits > 1) {
             cluster_arrive();
             cluster_wait();
@@ -504,13 +591,15 @@ __global__ void __launch_bounds__(512, 1) sparse_mla_kernel(const __grid_constan
     }
 }
 
-template <int kSplits> cudaLaunchConfig_t configure(int blocks, cudaStream_t stream, cudaLaunchAttribute* cluster) {
-    cudaFuncSetAttribute(sparse_mla_kernel<kSplits>, cudaFuncAttributeMaxDynamicSharedMemorySize, sizeof(Shared));
-    cudaFuncSetAttribute(sparse_mla_kernel<kSplits>, cudaFuncAttributeNonPortableClusterSizeAllowed, 1);
+template <int kSplits, bool kFp8>
+cudaLaunchConfig_t configure(int blocks, cudaStream_t stream, cudaLaunchAttribute* cluster) {
+    const auto kernel = sparse_mla_kernel<kSplits, kFp8>;
+    cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, sizeof(Shared<kFp8>));
+    cudaFuncSetAttribute(kernel, cudaFuncAttributeNonPortableClusterSizeAllowed, 1);
     cudaLaunchConfig_t config = {};
     config.gridDim = dim3(blocks);
     config.blockDim = dim3(512);
-    config.dynamicSmemBytes = sizeof(Shared);
+    config.dynamicSmemBytes = sizeof(Shared<kFp8>);
     config.stream = stream;
     cluster->id = cudaLaunchAttributeClusterDimension;
     cluster->val.clusterDim = {kSplits, 1, 1};
@@ -519,17 +608,33 @@ template <int kSplits> cudaLaunchConfig_t configure(int blocks, cudaStream_t str
     return config;
 }
 
-template <int kSplits> int launch(const Params& params, int blocks, cudaStream_t stream) {
+template <int kSplits, bool kFp8> int launch(const Params& params, int blocks, cudaStream_t stream) {
     cudaLaunchAttribute cluster;
-    cudaLaunchConfig_t config = configure<kSplits>(blocks, stream, &cluster);
-    return cudaLaunchKernelEx(&config, sparse_mla_kernel<kSplits>, params);
+    cudaLaunchConfig_t config = configure<kSplits, kFp8>(blocks, stream, &cluster);
+    return cudaLaunchKernelEx(&config, sparse_mla_kernel<kSplits, kFp8>, params);
 }
 
-template <int kSplits> int capacity() {
+template <int kSplits> int capacity() {  // both caches' kernels take a whole multiprocessor
     cudaLaunchAttribute cluster;
-    cudaLaunchConfig_t config = configure<kSplits>(kSplits, nullptr, &cluster);
+    cudaLaunchConfig_t config = configure<kSplits, false>(kSplits, nullptr, &cluster);
     int clusters = 0;
-    return cudaOccupancyMaxActiveClusters(&clusters, sparse_mla_kernel<kSplits>, &config) == cudaSuccess ? clusters : -1;
+    return cudaOccupancyMaxActiveClusters(&clusters, sparse_mla_kernel<kSplits, false>, &config) == cudaSuccess ? clusters : -1;
+}
+
+template <bool kFp8> int launch_split(const Params& params, int splits, int blocks, cudaStream_t s) {
+    switch (splits) {
+        case 1: return launch<1, kFp8>(params, blocks, s);
+        case 2: return launch<2, kFp8>(params, params.queries * 2, s);
+        case 3: return launch<3, kFp8>(params, params.queries * 3, s);
+        case 4: return launch<4, kFp8>(params, params.queries * 4, s);
+        case 5: return launch<5, kFp8>(params, params.queries * 5, s);
+        case 6: return launch<6, kFp8>(params, params.queries * 6, s);
+        case 7: return launch<7, kFp8>(params, params.queries * 7, s);
+        case 8: return launch<8, kFp8>(params, params.queries * 8, s);
+        case 12: return launch<12, kFp8>(params, params.queries * 12, s);
+        case 16: return launch<16, kFp8>(params, params.queries * 16, s);
+    }
+    return cudaErrorInvalidValue;
 }
 
 }  // namespace
@@ -553,30 +658,18 @@ int sparse_mla_capacity(int splits) {
 }
 
 // Returns a cudaError_t. `splits` as above, or 1; `blocks` is the persistent grid when it is 1. `table` is null, or of
-// pages of 2^page_shift rows, `pages` of them a sequence.
+// pages of 2^page_shift rows, `pages` of them a sequence. Strides of rows in bytes, of queries in elements.
 int sparse_mla(const void* q, const void* kv, const void* selected, const void* table, void* out, void* lse, int queries,
                int heads, int keys, int queries_per_batch, int pages, int page_shift, int64_t q_stride,
-               int64_t q_head_stride, int64_t kv_batch_stride, int64_t kv_stride, float scale, int splits, int blocks,
-               void* stream) {
+               int64_t q_head_stride, int64_t kv_batch_stride, int64_t kv_stride, float scale, int fp8, int splits,
+               int blocks, void* stream) {
     const int page_mask = table ? (1 << page_shift) - 1 : INT_MAX;
-    Params params = {static_cast<const __nv_bfloat16*>(q), static_cast<const __nv_bfloat16*>(kv),
-                     static_cast<const int*>(selected), static_cast<const int64_t*>(table),
-                     static_cast<__nv_bfloat16*>(out), static_cast<float*>(lse), queries, heads, keys, queries_per_batch,
-                     page_shift, page_mask, q_stride, q_head_stride, kv_batch_stride, kv_stride, pages,
-                     scale * 1.4426950408889634f};
+    const Params params = {static_cast<const __nv_bfloat16*>(q), static_cast<const uint8_t*>(kv),
+                           static_cast<const int*>(selected), static_cast<const int64_t*>(table),
+                           static_cast<__nv_bfloat16*>(out), static_cast<float*>(lse), queries, heads, keys,
+                           queries_per_batch, page_shift, page_mask, q_stride, q_head_stride, kv_batch_stride, kv_stride,
+                           pages, scale * 1.4426950408889634f};
     cudaStream_t s = static_cast<cudaStream_t>(stream);
-    switch (splits) {
-        case 1: return launch<1>(params, blocks, s);
-        case 2: return launch<2>(params, queries * 2, s);
-        case 3: return launch<3>(params, queries * 3, s);
-        case 4: return launch<4>(params, queries * 4, s);
-        case 5: return launch<5>(params, queries * 5, s);
-        case 6: return launch<6>(params, queries * 6, s);
-        case 7: return launch<7>(params, queries * 7, s);
-        case 8: return launch<8>(params, queries * 8, s);
-        case 12: return launch<12>(params, queries * 12, s);
-        case 16: return launch<16>(params, queries * 16, s);
-    }
-    return cudaErrorInvalidValue;
+    return fp8 ? launch_split<true>(params, splits, blocks, s) : launch_split<false>(params, splits, blocks, s);
 }
 }

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from glm5.kernels.cuda.build import check, library, multiprocessors
+from glm5.kernels.latent_rows import ROW_BYTES
 from glm5.kernels.pages import Pages
 
 HEADS, WIDTH, VALUE = 64, 576, 512
@@ -35,8 +36,9 @@ def sparse_mla(
 
     Args:
         q_BTHX: bf16 [B, T, H, 576], H <= 64, last dimension contiguous, B and T collapsible.
-        kv_BSX: bf16 [B, S, 576], last dimension contiguous; row and batch strides multiples of 8. With `pages` a pool
-            [1, R, 576], of which a sequence's slots are where they say; the size of a page is a power of two.
+        kv_BSX: bf16 [B, S, 576], or uint8 [B, S, 656] of an fp8 cache (`latent_rows`); last dimension contiguous, row
+            and batch strides multiples of 16 bytes. With `pages` a pool [1, R, X], of which a sequence's slots are
+            where they say; the size of a page is a power of two.
         selected_BTK: int32 [B, T, K], contiguous, slots below S; -1 only at the end of a row.
         value_dim: 512.
         splits: blocks that share a query, one of SPLITS. None chooses by B * T, so that the choice, and with it
@@ -54,22 +56,28 @@ def sparse_mla(
         raise ValueError(
             f"sparse_mla takes at most {HEADS} heads of {WIDTH}/{VALUE}, not {heads} of {width}/{value_dim}"
         )
-    if any(x.dtype != torch.bfloat16 for x in (q_BTHX, kv_BSX)) or selected_BTK.dtype != torch.int32:
-        raise ValueError("sparse_mla takes bfloat16 q and kv and int32 positions")
+    fp8 = kv_BSX.dtype == torch.uint8
+    if q_BTHX.dtype != torch.bfloat16 or not (fp8 or kv_BSX.dtype == torch.bfloat16):
+        raise ValueError("sparse_mla takes bfloat16 queries, and bfloat16 rows or those of an fp8 cache")
+    if selected_BTK.dtype != torch.int32:
+        raise ValueError(f"sparse_mla takes int32 positions, not {selected_BTK.dtype}")
     if selected_BTK.shape[:2] != (batch, queries) or not selected_BTK.is_contiguous():
         raise ValueError("sparse_mla takes contiguous positions of shape [B, T, K]")
     sequences = batch if pages is None else 1
-    if kv_BSX.shape[0] != sequences or kv_BSX.shape[2] != WIDTH:
-        raise ValueError(f"sparse_mla: kv has shape {tuple(kv_BSX.shape)}, expected [{sequences}, S, {WIDTH}]")
+    columns = ROW_BYTES if fp8 else WIDTH
+    if kv_BSX.shape[0] != sequences or kv_BSX.shape[2] != columns:
+        raise ValueError(f"sparse_mla: kv has shape {tuple(kv_BSX.shape)}, expected [{sequences}, S, {columns}]")
     table, wide, shift = 0, 0, 0
     if pages is not None:
         table, wide, shift = pages.table_BP.data_ptr(), pages.table_BP.shape[1], pages.size.bit_length() - 1
         if pages.size != 1 << shift or not pages.table_BP.is_contiguous() or pages.table_BP.shape[0] != batch:
             raise ValueError(f"sparse_mla takes a contiguous table of {batch} rows and pages of a power of two")
     collapsible = batch == 1 or q_BTHX.stride(0) == queries * q_BTHX.stride(1)
-    strides = (q_BTHX.stride(1), q_BTHX.stride(2), kv_BSX.stride(0), kv_BSX.stride(1))
+    kv_bytes = [s * kv_BSX.element_size() for s in kv_BSX.stride()[:2]]
+    strides = (q_BTHX.stride(1), q_BTHX.stride(2), *kv_bytes)
     unit = q_BTHX.stride(3) == 1 and kv_BSX.stride(2) == 1
-    aligned = q_BTHX.data_ptr() % 16 == 0 and kv_BSX.data_ptr() % 16 == 0 and not any(s % 8 for s in strides)
+    even = not any(s % 8 for s in strides[:2]) and not any(s % 16 for s in kv_bytes)
+    aligned = q_BTHX.data_ptr() % 16 == 0 and kv_BSX.data_ptr() % 16 == 0 and even
     if not (collapsible and unit and aligned):
         raise ValueError("sparse_mla takes rows with contiguous columns, aligned to 16 bytes, and collapsible B, T")
     rows = batch * queries
@@ -91,7 +99,7 @@ def sparse_mla(
     stream = torch.cuda.current_stream(q_BTHX.device).cuda_stream
     status = _launcher()(
         q_BTHX.data_ptr(), kv_BSX.data_ptr(), selected_BTK.data_ptr(), table, out[0].data_ptr(), out[1].data_ptr(),
-        rows, heads, selected_BTK.shape[-1], queries, wide, shift, *strides, scale, splits, blocks, stream,
+        rows, heads, selected_BTK.shape[-1], queries, wide, shift, *strides, scale, fp8, splits, blocks, stream,
     )  # fmt: skip
     check(status, "sparse_mla")
     return out
@@ -124,6 +132,6 @@ def clusters_at_once(splits: int, device: int) -> int:
 @functools.cache
 def _launcher() -> Callable[..., int]:
     function = library().sparse_mla
-    function.argtypes = [_P] * 6 + [_I] * 6 + [_L] * 4 + [ctypes.c_float, _I, _I, _P]
+    function.argtypes = [_P] * 6 + [_I] * 6 + [_L] * 4 + [ctypes.c_float, _I, _I, _I, _P]
     function.restype = _I
     return function

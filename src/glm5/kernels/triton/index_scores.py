@@ -1,9 +1,10 @@
 """Lightning-indexer scores in Triton: I(t, s) = sum_j w(t, j) ReLU(q(t, j) . k(s)), and the selection by them.
 
-Source: report section 2.1.1, DeepSeek-V3.2. The product is transposed: keys are the rows of the matrix instruction,
-(query, head) pairs its columns, so that the weighted sum over heads runs along a thread's own accumulators. A program
-keeps a few queries and walks over key tiles. Tiles that no query of the program sees are not computed.
-Read next: `moe`; `glm5.kernels.topk` for what the selection means.
+Source: report section 2.1.1, DeepSeek-V3.2. In bf16, or in e4m3 with a scale for every key. The product is transposed:
+keys are the rows of the matrix instruction, (query, head) pairs its columns, so that the weighted sum over heads runs
+along a thread's own accumulators. A program keeps a few queries and walks over key tiles. Tiles that no query of the
+program sees are not computed.
+Read next: `select` for both in one launch; `glm5.kernels.topk` for what the selection means.
 """
 
 # mypy: disallow-untyped-defs=false, disallow-incomplete-defs=false
@@ -18,15 +19,17 @@ import triton.language as tl
 from torch import Tensor
 
 from glm5.kernels.pages import Pages
+from glm5.kernels.triton.scoring import score_tile
 
 
 @triton.jit
 def _scores(
-    q_ptr, w_ptr, k_ptr, first_ptr, last_ptr, table_ptr, out_ptr,
+    q_ptr, w_ptr, k_ptr, scale_ptr, first_ptr, last_ptr, table_ptr, out_ptr,
     queries, slots, tiles_each, table_stride,
-    q_batch_stride, q_stride, q_head_stride, w_batch_stride, w_stride, k_batch_stride, k_stride, out_stride,
+    q_batch_stride, q_stride, q_head_stride, w_batch_stride, w_stride, k_batch_stride, k_stride,
+    scale_batch_stride, scale_stride, out_stride,
     J: tl.constexpr, I: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_S: tl.constexpr, FILL: tl.constexpr,
-    PAGE: tl.constexpr,
+    SCALED: tl.constexpr, PAGE: tl.constexpr,
 ):  # fmt: skip
     group = tl.program_id(0)
     part = tl.program_id(1)
@@ -64,19 +67,11 @@ def _scores(
             tl.store(out_Q[None, :] + s_S[:, None], blank, mask=(s_S < slots)[:, None] & real_Q[None, :])
     for start in range(seen_from, seen_to, BLOCK_S):
         s_S = start + tl.arange(0, BLOCK_S)
-        row_S = s_S.to(tl.int64)
-        if PAGE:
-            page_S = tl.load(table_ptr + batch * table_stride + s_S // PAGE, mask=s_S < slots, other=0)
-            row_S = page_S * PAGE + s_S % PAGE
-        k_SI = tl.load(
-            k_ptr + batch * k_batch_stride + row_S[:, None] * k_stride + col_I[None, :],
-            mask=(s_S < slots)[:, None], other=0.0,
+        score_SQ = score_tile(
+            q_PI, w_P, first_Q, last_Q, k_ptr + batch * k_batch_stride, scale_ptr + batch * scale_batch_stride,
+            table_ptr + batch * table_stride, start, slots, k_stride, scale_stride,
+            J, I, BLOCK_Q, BLOCK_S, SCALED, PAGE,
         )  # fmt: skip
-        dots_SP = tl.dot(k_SI, tl.trans(q_PI))
-        weighted_SP = tl.maximum(dots_SP, 0.0) * w_P[None, :]
-        score_SQ = tl.sum(tl.reshape(weighted_SP, [BLOCK_S, BLOCK_Q, J]), 2)
-        visible_SQ = (s_S[:, None] >= first_Q[None, :]) & (s_S[:, None] <= last_Q[None, :])
-        score_SQ = tl.where(visible_SQ, score_SQ, -float("inf"))
         tl.store(out_Q[None, :] + s_S[:, None], score_SQ, mask=(s_S < slots)[:, None] & real_Q[None, :])
     if FILL:
         after = tl.maximum(begin, tl.cdiv(tl.maximum(seen_to, 0), BLOCK_S) * BLOCK_S)
@@ -102,18 +97,20 @@ def index_scores(
     stages: int | None = None,
     programs: int = 132 * 2,
     pages: Pages | None = None,
+    key_scale_BS: Tensor | None = None,
 ) -> Tensor:
     """Index scores fp32 [B, T, S], -inf outside each query's interval.
 
     Args:
         q_BTJI: [B, T, J, I], contiguous columns; J and I powers of two, at least 16. w_BTJ: head weights with every
-            scale folded in, contiguous columns. k_BSI: [B, S, I], contiguous columns.
+            scale folded in, contiguous columns. k_BSI: [B, S, I], the same dtype, contiguous columns.
         first_BT, last_BT: int32 [B, T], contiguous, inclusive bounds.
         fill: write -inf outside the intervals; without it those elements keep what `out` held.
         out: contiguous fp32 [B, T, S] to write into.
         block_q, block_s, warps, stages, programs: the launch; None takes what was measured best (docs/kernels.md).
         pages: k_BSI is a pool [1, R, I], and a sequence's keys are where they say; S is then the slots of its row of
             the table.
+        key_scale_BS: fp32 [B, S] (with pages [1, R]), of keys in e4m3; each score is multiplied by its key's.
 
     Raises:
         ValueError: widths or strides that the kernel does not take.
@@ -137,12 +134,15 @@ def index_scores(
     groups, tiles = triton.cdiv(queries, block_q), triton.cdiv(slots, block_s)
     parts = max(1, min(tiles, programs // (groups * batch)))
     each = triton.cdiv(tiles, parts)
+    scale = w_BTJ if key_scale_BS is None else key_scale_BS
     _scores[(groups, triton.cdiv(tiles, each), batch)](
-        q_BTJI, w_BTJ, k_BSI, first_BT, last_BT, first_BT if pages is None else pages.table_BP, out,
+        q_BTJI, w_BTJ, k_BSI, scale, first_BT, last_BT, first_BT if pages is None else pages.table_BP, out,
         queries, slots, each, 0 if pages is None else pages.table_BP.stride(0),
         q_BTJI.stride(0), q_BTJI.stride(1), q_BTJI.stride(2), w_BTJ.stride(0), w_BTJ.stride(1),
-        k_BSI.stride(0) if pages is None else 0, k_BSI.stride(1), slots,
-        J=heads, I=width, BLOCK_Q=block_q, BLOCK_S=block_s, FILL=fill, PAGE=0 if pages is None else pages.size,
+        k_BSI.stride(0) if pages is None else 0, k_BSI.stride(1),
+        scale.stride(0) if pages is None else 0, scale.stride(1), slots,
+        J=heads, I=width, BLOCK_Q=block_q, BLOCK_S=block_s, FILL=fill, SCALED=key_scale_BS is not None,
+        PAGE=0 if pages is None else pages.size,
         num_warps=warps, num_stages=stages,
     )  # fmt: skip
     return out

@@ -4,7 +4,8 @@ Source: report section 2.1, DeepSeek-V3. Five launches: count the (token, expert
 segments; gate and up products with SwiGLU; down product; weighted sum over a token's experts. The order of pairs in a
 segment is a race, which no result shows: a pair's row is computed by itself, and the last sum runs in the order of the
 token's choices. Weights are the rows of the matrix instruction and tokens its columns, so that a segment of 16 tokens
-wastes no rows. Read next: `glm5.kernels.moe`, the specification.
+wastes no rows. Read next: `segments` for all but the products;
+`glm5.kernels.moe`, the specification.
 """
 
 # mypy: disallow-untyped-defs=false, disallow-incomplete-defs=false
@@ -17,48 +18,9 @@ import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from glm5.kernels.triton.segments import find_tile, mix, segments
+
 TAIL = 32  # pairs up to which an expert's last tile is a small one
-
-
-@triton.jit
-def _count(expert_ptr, offset_ptr, cursor_ptr, pairs, E: tl.constexpr, P: tl.constexpr, CHUNK: tl.constexpr):
-    """offset[e] = pairs of experts before e (offset[E] = all of them); cursor = offset, for the scatter."""
-    slot_P = tl.arange(0, P)
-    count_P = tl.zeros([P], tl.int32)
-    for start in range(0, pairs, CHUNK):
-        at = start + tl.arange(0, CHUNK)
-        real = at < pairs
-        expert = tl.load(expert_ptr + at, mask=real, other=0).to(tl.int32)
-        count_P += tl.histogram(expert, P, mask=real)
-    upto_P = tl.cumsum(count_P, 0)
-    tl.store(offset_ptr + slot_P, upto_P - count_P, mask=slot_P < E)
-    tl.store(cursor_ptr + slot_P, upto_P - count_P, mask=slot_P < E)
-    tl.store(offset_ptr + 1 + slot_P, upto_P, mask=slot_P == E - 1)
-
-
-@triton.jit
-def _scatter(expert_ptr, cursor_ptr, pair_ptr, pairs, CHUNK: tl.constexpr):
-    """pair[position] = index of a (token, choice) pair, grouped by expert."""
-    at = tl.program_id(0) * CHUNK + tl.arange(0, CHUNK)
-    real = at < pairs
-    expert = tl.load(expert_ptr + at, mask=real, other=0)
-    position = tl.atomic_add(cursor_ptr + expert, 1, mask=real)
-    tl.store(pair_ptr + position, at, mask=real)
-
-
-@triton.jit
-def _tile(offset_ptr, tile, E: tl.constexpr, P: tl.constexpr, BLOCK_M: tl.constexpr):
-    """The expert of a tile of BLOCK_M pairs, and the tile's first and past-the-last position; expert E if none."""
-    slot_P = tl.arange(0, P)
-    from_P = tl.load(offset_ptr + slot_P, mask=slot_P < E, other=0)
-    to_P = tl.load(offset_ptr + slot_P + 1, mask=slot_P < E, other=0)
-    tiles_P = tl.where(slot_P < E, tl.cdiv(to_P - from_P, BLOCK_M), 0)
-    upto_P = tl.cumsum(tiles_P, 0)
-    expert = tl.sum((upto_P <= tile).to(tl.int32), 0)
-    before = tl.sum(tl.where(slot_P < expert, tiles_P, 0), 0)
-    first = tl.sum(tl.where(slot_P == expert, from_P, 0), 0) + (tile - before) * BLOCK_M
-    past = tl.sum(tl.where(slot_P == expert, to_P, 0), 0)
-    return tl.minimum(expert, E), first, past
 
 
 @triton.jit
@@ -68,7 +30,7 @@ def _gate_up(
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, TAIL: tl.constexpr = 0,
 ):  # fmt: skip
     """hidden[position] = silu(gate x) * up x. With TAIL an expert's last tile is so small where that suffices."""
-    expert, first, past = _tile(offset_ptr, tl.program_id(1), E, P, BLOCK_M)
+    expert, first, past = find_tile(offset_ptr, tl.program_id(1), E, P, BLOCK_M)
     if expert == E:
         return
     base = weight_ptr + expert.to(tl.int64) * (2 * F) * D
@@ -117,7 +79,7 @@ def _down(
     E: tl.constexpr, P: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_F: tl.constexpr,
 ):  # fmt: skip
     """part[pair] = down hidden."""
-    expert, first, past = _tile(offset_ptr, tl.program_id(1), E, P, BLOCK_M)
+    expert, first, past = find_tile(offset_ptr, tl.program_id(1), E, P, BLOCK_M)
     if expert == E:
         return
     row_M = first + tl.arange(0, BLOCK_M)
@@ -145,7 +107,7 @@ def _down_wide(
 ):  # fmt: skip
     """`_down` for many tokens: its tiles, here with tokens as rows, come by the copy engine. A tile's last rows, or its
     last columns, may be the next expert's: they are multiplied, and not stored."""
-    expert, first, past = _tile(offset_ptr, tl.program_id(1), E, P, BLOCK_M)
+    expert, first, past = find_tile(offset_ptr, tl.program_id(1), E, P, BLOCK_M)
     if expert == E:
         return
     if past - first <= TAIL:
@@ -171,19 +133,6 @@ def _down_rows(
     col_N = start + tl.arange(0, BLOCK_N)
     target = part_ptr + pair_M[:, None].to(tl.int64) * D + col_N[None, :]
     tl.store(target, acc_MN.to(part_ptr.dtype.element_ty), mask=(row_M < past)[:, None] & (col_N < D)[None, :])
-
-
-@triton.jit
-def _mix(part_ptr, weight_ptr, y_ptr, D, M: tl.constexpr, BLOCK_D: tl.constexpr):
-    """y[token] = sum over its choices of weight * part, in fp32, in the order of the choices."""
-    token = tl.program_id(0).to(tl.int64)
-    col = tl.program_id(1) * BLOCK_D + tl.arange(0, BLOCK_D)
-    real = col < D
-    acc = tl.zeros([BLOCK_D], tl.float32)
-    for m in tl.static_range(M):
-        weight = tl.load(weight_ptr + token * M + m)
-        acc += weight * tl.load(part_ptr + (token * M + m) * D + col, mask=real, other=0.0).to(tl.float32)
-    tl.store(y_ptr + token * D + col, acc.to(y_ptr.dtype.element_ty), mask=real)
 
 
 def grouped_swiglu(
@@ -224,16 +173,9 @@ def grouped_swiglu(
         wide = tiles is None and first[0] >= 128 and inner * x_ND.element_size() % 16 == 0
     tail = min(TAIL, first[0])
     pairs, block_m, padded = tokens * choices, first[0], triton.next_power_of_2(experts)
-    offset = torch.empty(experts + 1, dtype=torch.int32, device=x_ND.device)
-    cursor = torch.empty(experts, dtype=torch.int32, device=x_ND.device)
-    pair = torch.empty(pairs, dtype=torch.int32, device=x_ND.device)
+    offset, pair = segments(expert_NM, experts)
     hidden = x_ND.new_empty(pairs, inner)
     part = x_ND.new_empty(pairs, width)
-    chunk = 1024 if pairs <= 4096 else 8192
-    _count[(1,)](
-        expert_NM, offset, cursor, pairs, E=experts, P=padded, CHUNK=chunk, num_warps=8 if chunk == 1024 else 16
-    )
-    _scatter[(triton.cdiv(pairs, 256),)](expert_NM, cursor, pair, pairs, CHUNK=256)
     most = min(pairs, pairs // block_m + experts)  # tiles of tokens, each expert's last one partly filled
     _gate_up[(triton.cdiv(inner, first[1]), most)](
         x_ND, gate_up_EFD, pair, offset, hidden, width, inner, x_ND.stride(0),
@@ -251,7 +193,7 @@ def grouped_swiglu(
         )  # fmt: skip
     else:
         _down[grid](hidden, down_EDF, pair, offset, part, width, inner, E=experts, P=padded, **sizes)
-    _mix[(tokens, triton.cdiv(width, 2048))](part, weight_NM, y_ND, width, M=choices, BLOCK_D=2048)
+    mix(part, weight_NM, y_ND)
     return y_ND
 
 

@@ -19,7 +19,7 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from glm5.kernels.deferral import weight_gradient
-from glm5.kernels.triton.moe import _tile
+from glm5.kernels.triton.segments import find_tile
 
 # (pairs, columns, depth, warps, stages) of products along rows; (rows, columns, pairs, …) of the weights' gradients.
 ROWS, WEIGHTS = (128, 256, 64, 8, 4), (128, 256, 64, 8, 3)
@@ -35,7 +35,7 @@ def _rows_product(
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
     """out[pair] = a[pair] B[expert]^T with B [E N, K], or a[pair] B[expert] with B [E K, N] if TALL."""
-    expert, first, past = _tile(offset_ptr, tl.program_id(1), E, P, BLOCK_M)
+    expert, first, past = find_tile(offset_ptr, tl.program_id(1), E, P, BLOCK_M)
     if expert == E:
         return
     col = tl.program_id(0) * BLOCK_N

@@ -15,7 +15,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-LOG2E = 1.4426950408889634
+from glm5.kernels.triton.combine import LOG2E, combine
 
 
 @triton.jit
@@ -67,31 +67,6 @@ def _attend(
     tl.store(lse_ptr + part, lse_H, mask=real_H)
     out_HC = acc_HC / safe_H[:, None]
     tl.store(out_ptr + part[:, None] * C + col_C[None, :], out_HC.to(out_ptr.dtype.element_ty), mask=real_H[:, None])
-
-
-@triton.jit
-def _combine(
-    part_ptr, part_lse_ptr, out_ptr, lse_ptr, heads, C: tl.constexpr, SPLITS: tl.constexpr, PADDED: tl.constexpr
-):
-    """out = sum over splits of 2^(lse_split - lse) out_split, in the order of the splits."""
-    row = tl.program_id(0).to(tl.int64)
-    head = tl.program_id(1)
-    split_P = tl.arange(0, PADDED)
-    real_P = split_P < SPLITS
-    lse_P = tl.load(part_lse_ptr + (row * SPLITS + split_P) * heads + head, mask=real_P, other=-float("inf"))
-    top = tl.max(lse_P, 0)
-    shift = tl.where(top == -float("inf"), 0.0, top)
-    total = tl.sum(tl.exp2(lse_P - shift), 0)
-    safe = tl.where(total > 0.0, total, 1.0)
-    col_C = tl.arange(0, C)
-    acc_C = tl.zeros([C], tl.float32)
-    for split in tl.static_range(SPLITS):
-        at = (row * SPLITS + split) * heads + head
-        weight = tl.exp2(tl.load(part_lse_ptr + at) - shift) / safe
-        acc_C += weight * tl.load(part_ptr + at * C + col_C)
-    at = row * heads + head
-    tl.store(out_ptr + at * C + col_C, acc_C.to(out_ptr.dtype.element_ty))
-    tl.store(lse_ptr + at, tl.where(total > 0.0, (shift + tl.log2(safe)) * 0.6931471805599453, -float("inf")))
 
 
 def sparse_mla(
@@ -151,7 +126,5 @@ def sparse_mla(
         num_warps=8 if wide else 4, num_stages=3 if wide else 2,
     )  # fmt: skip
     if splits > 1:
-        _combine[(rows, heads)](
-            part, part_lse, out, lse, heads, C=value_dim, SPLITS=splits, PADDED=triton.next_power_of_2(splits)
-        )
+        combine(part, part_lse, out, lse)
     return out, lse

@@ -1,0 +1,182 @@
+"""Grouped SwiGLU experts with e4m3 weights in Triton: the launches of `moe`, and one before that rounds the tokens.
+
+Products are of e4m3 by e4m3, 128 columns at a time, each piece scaled by its block of weights and by its token. A
+program of the gate-up product makes 128 of an expert's hidden numbers for a tile of tokens, which is just what shares a
+scale: it rounds them itself, and neither the products nor what SwiGLU gives exist in 16 bits. Source: DeepSeek-V3,
+section 3.3.2. Read next: `glm5.kernels.moe_fp8`, the specification; `moe`.
+"""
+
+# mypy: disallow-untyped-defs=false, disallow-incomplete-defs=false
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from glm5.kernels.formats import BLOCK, E4M3, Packed
+from glm5.kernels.triton.segments import find_tile, mix, segments
+
+LARGEST = tl.constexpr(448.0)
+SMALLEST_SCALE = tl.constexpr(2.0**-126)
+
+
+@triton.jit
+def _round(x, AXIS: tl.constexpr):
+    """x in e4m3 with one scale along AXIS, and the scales. A NaN stays one."""
+    large = tl.max(tl.abs(x), AXIS)
+    scale = tl.where(large < LARGEST * SMALLEST_SCALE, SMALLEST_SCALE, large / LARGEST)
+    y = x / tl.expand_dims(scale, AXIS)
+    y = tl.where(y > LARGEST, LARGEST, tl.where(y < -LARGEST, -LARGEST, y))
+    return y.to(tl.float8e4nv), scale
+
+
+@triton.jit
+def _round_rows(x_ptr, out_ptr, scale_ptr, D, x_stride, G: tl.constexpr, GROUPS: tl.constexpr, PIECES: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64)
+    piece_P = tl.program_id(1) * PIECES + tl.arange(0, PIECES)
+    at_PG = piece_P[:, None] * G + tl.arange(0, G)[None, :]
+    x = tl.load(x_ptr + row * x_stride + at_PG, mask=at_PG < D, other=0.0).to(tl.float32)
+    y, scale = _round(x, 1)
+    tl.store(out_ptr + row * D + at_PG, y, mask=at_PG < D)
+    tl.store(scale_ptr + row * GROUPS + piece_P, scale, mask=piece_P < GROUPS)
+
+
+@triton.jit
+def _gate_up(
+    x_ptr, x_scale_ptr, weight_ptr, scale_ptr, pair_ptr, offset_ptr, hidden_ptr, hidden_scale_ptr, D, F,
+    M: tl.constexpr, E: tl.constexpr, P: tl.constexpr, BLOCK_M: tl.constexpr, G: tl.constexpr,
+):  # fmt: skip
+    """hidden[position] = silu(gate x) * up x, its columns [G n, G n + G) rounded with one scale."""
+    expert, first, past = find_tile(offset_ptr, tl.program_id(1), E, P, BLOCK_M)
+    if expert == E:
+        return
+    n = tl.program_id(0)
+    row_M = first + tl.arange(0, BLOCK_M)
+    real_M = row_M < past
+    token_M = (tl.load(pair_ptr + row_M, mask=real_M, other=0) // M).to(tl.int64)
+    inside_G = tl.arange(0, G)
+    weight_NG = weight_ptr + (expert.to(tl.int64) * (2 * F) + n * G + inside_G)[:, None] * D + inside_G[None, :]
+    scale_ptr += (expert * 2 * (F // G) + n) * (D // G)
+    x_GM = x_ptr + token_M[None, :] * D + inside_G[:, None]
+    gate_NM = tl.zeros([G, BLOCK_M], tl.float32)
+    up_NM = tl.zeros([G, BLOCK_M], tl.float32)
+    for g in range(D // G):
+        gate = tl.load(weight_NG + g * G)
+        up = tl.load(weight_NG + F.to(tl.int64) * D + g * G)
+        x = tl.load(x_GM + g * G, mask=real_M[None, :], other=0.0)
+        scale_M = tl.load(x_scale_ptr + token_M * (D // G) + g, mask=real_M, other=0.0)
+        gate_NM += tl.dot(gate, x) * (scale_M * tl.load(scale_ptr + g))[None, :]
+        up_NM += tl.dot(up, x) * (scale_M * tl.load(scale_ptr + (F // G) * (D // G) + g))[None, :]
+    hidden, scale_M = _round(gate_NM / (1.0 + tl.exp(-gate_NM)) * up_NM, 0)
+    row_M = row_M.to(tl.int64)
+    tl.store(hidden_ptr + row_M[None, :] * F + n * G + inside_G[:, None], hidden, mask=real_M[None, :])
+    tl.store(hidden_scale_ptr + row_M * (F // G) + n, scale_M, mask=real_M)
+
+
+@triton.jit
+def _down(
+    hidden_ptr, hidden_scale_ptr, weight_ptr, scale_ptr, pair_ptr, offset_ptr, part_ptr, D, F,
+    E: tl.constexpr, P: tl.constexpr, BLOCK_M: tl.constexpr, G: tl.constexpr,
+):  # fmt: skip
+    """part[pair] = down hidden, G columns of it."""
+    expert, first, past = find_tile(offset_ptr, tl.program_id(1), E, P, BLOCK_M)
+    if expert == E:
+        return
+    n = tl.program_id(0)
+    row_M = first + tl.arange(0, BLOCK_M)
+    real_M = row_M < past
+    pair_M = tl.load(pair_ptr + row_M, mask=real_M, other=0).to(tl.int64)
+    inside_G = tl.arange(0, G)
+    weight_NG = weight_ptr + (expert.to(tl.int64) * D + n * G + inside_G)[:, None] * F + inside_G[None, :]
+    scale_ptr += (expert * (D // G) + n) * (F // G)
+    row_M = row_M.to(tl.int64)
+    hidden_GM = hidden_ptr + row_M[None, :] * F + inside_G[:, None]
+    acc_NM = tl.zeros([G, BLOCK_M], tl.float32)
+    for g in range(F // G):
+        weight = tl.load(weight_NG + g * G)
+        hidden = tl.load(hidden_GM + g * G, mask=real_M[None, :], other=0.0)
+        scale_M = tl.load(hidden_scale_ptr + row_M * (F // G) + g, mask=real_M, other=0.0)
+        acc_NM += tl.dot(weight, hidden) * (scale_M * tl.load(scale_ptr + g))[None, :]
+    target = part_ptr + pair_M[None, :] * D + n * G + inside_G[:, None]
+    tl.store(target, acc_NM.to(part_ptr.dtype.element_ty), mask=real_M[None, :])
+
+
+def round_rows(x_ND: Tensor) -> tuple[Tensor, Tensor]:
+    """x in e4m3 by 1 x 128, [N, D], and the scales, fp32 [N, D / 128]. D is a multiple of 128, columns contiguous."""
+    tokens, width = x_ND.shape
+    groups = width // BLOCK
+    values = torch.empty(tokens, width, dtype=E4M3, device=x_ND.device)
+    scale = torch.empty(tokens, groups, dtype=torch.float32, device=x_ND.device)
+    pieces = min(16, triton.next_power_of_2(groups))
+    if tokens:
+        _round_rows[(tokens, triton.cdiv(groups, pieces))](
+            x_ND, values, scale, width, x_ND.stride(0), G=BLOCK, GROUPS=groups, PIECES=pieces
+        )
+    return values, scale
+
+
+def grouped_swiglu_fp8(
+    x_ND: Tensor,
+    gate_up: Packed,
+    down: Packed,
+    expert_NM: Tensor,
+    weight_NM: Tensor,
+    *,
+    tile: tuple[int, int, int] | None = None,
+) -> Tensor:
+    """Sum over each token's M experts of weight * down(silu(gate x) * up x), in 8 bits. No gradient.
+
+    Args:
+        x_ND: tokens, bf16, fp16 or fp32, contiguous columns. gate_up, down: of `pack_experts`, [E, 2F, D] and
+            [E, D, F], contiguous, D and F multiples of 128. expert_NM: int32 or int64 ids below E. weight_NM: fp32.
+        tile: (tokens, warps, stages); None chooses by the tokens that an expert gets.
+
+    Returns:
+        [N, D] in x's dtype.
+
+    Raises:
+        ValueError: a format, width or stride that the kernel does not take.
+    """
+    tokens, width = x_ND.shape
+    experts, _, inner = down.values.shape
+    choices = expert_NM.shape[1]
+    for p in (gate_up, down):
+        if (p.kind, p.rows, p.columns) != ("fp8", BLOCK, BLOCK) or not (
+            p.values.is_contiguous() and p.scale.is_contiguous()
+        ):
+            raise ValueError(f"grouped_swiglu_fp8 takes contiguous e4m3 weights with scales by {BLOCK} x {BLOCK}")
+    if width % BLOCK or inner % BLOCK:
+        raise ValueError(f"grouped_swiglu_fp8 takes widths that are multiples of {BLOCK}, not {width} and {inner}")
+    if x_ND.stride(1) != 1:
+        raise ValueError("grouped_swiglu_fp8 takes contiguous token rows")
+    y_ND = torch.empty_like(x_ND, memory_format=torch.contiguous_format)
+    if tokens == 0:
+        return y_ND
+    expert_NM, weight_NM = expert_NM.contiguous(), weight_NM.contiguous()
+    block_m, warps, stages = tile or _tile(tokens * choices / experts)
+    x, x_scale = round_rows(x_ND)
+    pairs = tokens * choices
+    offset, pair = segments(expert_NM, experts)
+    hidden = torch.empty(pairs, inner, dtype=E4M3, device=x.device)
+    hidden_scale = torch.empty(pairs, inner // BLOCK, dtype=torch.float32, device=x.device)
+    part = x_ND.new_empty(pairs, width)
+    most = min(pairs, pairs // block_m + experts)  # tiles of tokens, each expert's last one partly filled
+    sizes = dict(E=experts, P=triton.next_power_of_2(experts), BLOCK_M=block_m, G=BLOCK)
+    sizes |= dict(num_warps=warps, num_stages=stages)
+    _gate_up[(inner // BLOCK, most)](
+        x, x_scale, gate_up.values, gate_up.scale, pair, offset, hidden, hidden_scale, width, inner, M=choices, **sizes
+    )
+    _down[(width // BLOCK, most)](
+        hidden, hidden_scale, down.values, down.scale, pair, offset, part, width, inner, **sizes
+    )
+    mix(part, weight_NM, y_ND)
+    return y_ND
+
+
+def _tile(pairs_each: float) -> tuple[int, int, int]:
+    """By the pairs an expert gets on average. Larger tiles spill: two sums and two products stay in registers."""
+    if pairs_each <= 3:
+        return 16, 4, 4
+    return (32, 8, 4) if pairs_each <= 16 else (64, 8, 4)
