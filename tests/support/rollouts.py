@@ -62,7 +62,10 @@ def fate(task: str, index: int, member: int) -> str:
 
 
 class ScriptedTask(TaskService):
-    """Plays fates out. A rollout takes `seconds`, in steps, with a turn before each."""
+    """Plays fates out. A rollout takes `seconds`, in steps, with a turn before each. `hang_s`: after so long a rollout
+    that hangs says itself that its time is up."""
+
+    hang_s = float("inf")
 
     def __init__(self, name: str, groups: int | None, *, seconds: float = 1.0, **attributes: Any) -> None:
         self.name, self.groups, self.seconds = name, groups, seconds
@@ -81,7 +84,8 @@ class ScriptedTask(TaskService):
             history += [told, {"role": "user", "content": f"turn {turn} of {asked.member}"}]
             await asyncio.sleep(self.seconds / turns)
             if mine == "hang":
-                await asyncio.sleep(1e6)
+                await asyncio.sleep(min(self.hang_s, 1e6))
+                return Result(Outcome.TIMEOUT)
             if mine == "crash" or (mine == "crash once" and asked.attempt == 0):
                 raise RuntimeError("the environment broke")
         if mine == "no verdict" or (mine == "no verdict once" and asked.attempt == 0):

@@ -4,14 +4,18 @@
     DELETE /services/NAME   the service leaves
     GET    /status          all figures, JSON          GET /metrics   the same for Prometheus
 
-Read next: `glm5.agents.protocol`, `figures`.
+`serve` runs both in one event loop. Read next: `glm5.agents.protocol`, `figures`.
 """
 
 from __future__ import annotations
 
+import asyncio
+import socket
 import time
+from collections.abc import Callable
 
 import httpx
+import uvicorn
 from starlette.applications import Starlette
 from starlette.middleware import Middleware
 from starlette.requests import Request
@@ -19,10 +23,11 @@ from starlette.responses import JSONResponse, PlainTextResponse, Response
 from starlette.routing import Route
 
 from glm5.agents.protocol import Offer
-from glm5.posttrain.rollout.figures import prometheus
+from glm5.posttrain.rollout.figures import prometheus, write
 from glm5.posttrain.rollout.orchestrator import Orchestrator
 from glm5.serve.http.guard import Guard
 from glm5.utils.errors import DataError
+from glm5.utils.runlog import RunLog
 
 MAX_BODY, BODY_S = 1 << 16, 10.0  # of a request: a service that trickles is sent away
 
@@ -61,3 +66,41 @@ def create_desk(of: Orchestrator, api_key: str | None = None) -> Starlette:
         ],
         middleware=[Middleware(Guard, api_key=api_key, max_body_bytes=MAX_BODY, body_timeout_s=BODY_S)],
     )
+
+
+async def serve(
+    of: Orchestrator,
+    listening: socket.socket,
+    *,
+    api_key: str | None = None,
+    log: RunLog | None = None,
+    until_done: bool = False,
+    ready: Callable[[], None] | None = None,
+) -> None:
+    """Run an orchestrator and its desk until the orchestrator ends, the task is cancelled, or SIGTERM or Ctrl-C comes.
+
+    Args:
+        listening: where services reach it. log: for the figures. until_done: as `Orchestrator.run` has it.
+        ready: called when services may register.
+    """
+    app = create_desk(of, api_key)
+    server = uvicorn.Server(uvicorn.Config(app, log_level="warning", ws="none", timeout_graceful_shutdown=1))
+    running = asyncio.ensure_future(of.run(until_done=until_done))
+    serving = asyncio.ensure_future(server.serve([listening]))
+    writing = asyncio.ensure_future(write(of, log)) if log is not None else None
+    try:
+        while not server.started and not serving.done():
+            await asyncio.sleep(0.01)
+        if ready is not None and server.started:
+            ready()
+        await asyncio.wait({running, serving}, return_when=asyncio.FIRST_COMPLETED)
+    finally:
+        server.should_exit = True
+        if writing is not None:
+            writing.cancel()
+        running.cancel()
+        await asyncio.gather(running, serving, *([writing] if writing is not None else ()), return_exceptions=True)
+    if not running.cancelled() and (error := running.exception()) is not None:
+        raise error
+    if not serving.cancelled() and (error := serving.exception()) is not None:
+        raise error
