@@ -126,6 +126,11 @@ class Generalist(Reasoner):
             **self.monitors.watch(seen(groups)),
         }, groups
 
+    def figures(self) -> dict[str, Any]:
+        judge = self.hybrid.judge
+        spent = {} if judge is None else {"judge/calls": judge.endpoint.calls, "judge/tokens": judge.endpoint.tokens}
+        return {**super().figures(), **spent}
+
 
 def seen(groups: Sequence[Group]) -> list[list[Watched]]:
     """Groups as monitors see them."""
@@ -149,16 +154,12 @@ def part_figures(groups: Sequence[Group]) -> dict[str, float]:
 
 
 def judge_figures(hybrid: Hybrid) -> dict[str, float]:
-    """How well the judge's votes agree, and what it cost until now."""
-    if hybrid.judge is None:
-        return {}
+    """How well the judge's votes agree."""
     known = [j for j in hybrid.judgements if j.score is not None]
     flips = [j.flips for j in known if j.flips is not None]
     return {
         **({"judge/spread": sum(j.spread for j in known) / len(known)} if known else {}),
         **({"judge/order_flips": sum(flips) / len(flips)} if flips else {}),
-        "judge/calls": hybrid.judge.endpoint.calls,
-        "judge/tokens": hybrid.judge.endpoint.tokens,
     }
 
 
