@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
@@ -21,6 +21,7 @@ from glm5.model.glm5 import GLM5
 from glm5.model.weights import load_model
 from glm5.posttrain.advantage import distillation_advantages
 from glm5.posttrain.batched import BatchedLearner, digest
+from glm5.posttrain.divergence import DivergenceUpdate
 from glm5.posttrain.learner import LearnConfig
 from glm5.posttrain.losses import LossConfig, glm5_reasoning
 from glm5.posttrain.prompts import PromptOrder
@@ -52,6 +53,10 @@ class DistillConfig:
     rollout: RolloutConfig = field(default_factory=lambda: RolloutConfig(prompts=1024, group=1))
     learn: LearnConfig = field(default_factory=LearnConfig)
     loss: LossConfig = field(default_factory=glm5_reasoning)
+    divergence: Literal["drawn", "full"] = "drawn"
+    """drawn: the advantage of each token drawn, as the report; full: the reverse KL of the whole distributions."""
+    top: int = 0
+    """With full: sum over so many of the policy's likeliest ids, and all others as one; 0 is over all."""
     device: str = "auto"
     """cpu, cuda or cuda:N; auto is a GPU where there is one."""
     eval_every: int = 20
@@ -62,6 +67,10 @@ class DistillConfig:
     def __post_init__(self) -> None:
         if self.eval_every < 0:
             raise ConfigError("eval_every", self.eval_every, "must be at least 0")
+        if self.top < 0 or (self.top and self.divergence == "drawn"):
+            raise ConfigError("top", self.top, "must be at least 0, and belongs to divergence=full")
+        if self.divergence == "full" and self.learn.indexer_weight:
+            raise ConfigError("learn.indexer_weight", self.learn.indexer_weight, "must be 0 with divergence=full")
         for text in self.teachers:
             domain, equals, path = text.partition("=")
             if not (domain and equals and path):
@@ -85,7 +94,7 @@ class Distilled:
 
 
 class Distiller(BatchedLearner):
-    """A learner whose steps are of a teacher's log-probabilities."""
+    """A learner whose steps are of a teacher's log-probabilities, or of its whole distributions."""
 
     order: PromptOrder
     teachers: Mapping[str, GLM5]
@@ -108,22 +117,22 @@ class Distiller(BatchedLearner):
         """The rows with each token's advantage by the teacher of its domain."""
         micro = self.config.micro_batch
         domains = [g.prompt.domain for g in groups for _ in g.learned]
+        number_S = torch.tensor([list(self.teachers).index(d) for d in domains], device=rows.rollout_BT.device)
+        teacher_BT = torch.where(rows.rollout_BT < 0, -1, number_S[rows.rollout_BT.clamp(min=0)])
         own_BT = score(self.model, rows, micro_batch=micro)
         advantages_BT = torch.zeros_like(rows.advantages_BT)
         for domain in dict.fromkeys(domains):
-            numbers = torch.tensor([n for n, d in enumerate(domains) if d == domain], device=rows.rollout_BT.device)
-            mask_BT = rows.mask_BT & torch.isin(rows.rollout_BT, numbers)
+            mask_BT = rows.mask_BT & (teacher_BT == list(self.teachers).index(domain))
             held = mask_BT.any(1).nonzero().squeeze(1)  # a teacher reads no row without its domain
-            # A teacher's experts are its own, also where the policy's are replayed.
-            mine = replace(rows, mask_BT=mask_BT, experts_BTXM=None).take(held.tolist())
-            teacher_BT = torch.zeros_like(own_BT)
-            teacher_BT[held] = score(self.teachers[domain], mine, micro_batch=micro)
-            found_BT = distillation_advantages(teacher_BT, own_BT)
+            mine = replace(rows.without_replay(), mask_BT=mask_BT).take(held.tolist())
+            theirs_BT = torch.zeros_like(own_BT)
+            theirs_BT[held] = score(self.teachers[domain], mine, micro_batch=micro)
+            found_BT = distillation_advantages(theirs_BT, own_BT)
             found_BT = torch.where(mask_BT & (found_BT.abs() > ROUNDING), found_BT, 0.0)
             advantages_BT += found_BT
             total, tokens = self.divergence.get(domain, [0.0, 0.0])
             self.divergence[domain] = [total - float(found_BT.sum()), tokens + int(mask_BT.sum())]
-        return replace(rows, advantages_BT=advantages_BT)
+        return replace(rows, advantages_BT=advantages_BT, teacher_BT=teacher_BT)
 
 
 def resolve(config: DistillConfig) -> tuple[DistillConfig, ModelConfig]:
@@ -176,6 +185,8 @@ def distill(config: DistillConfig, say: Say = print) -> Distilled:
         def make(model: GLM5, rollouts: Rollouts) -> BatchedLearner:
             learner = Distiller(config.learn, model, config.loss, rollouts, Path(config.run), digest(prompts.train))
             learner.order, learner.teachers = prompts.order, teachers
+            if config.divergence == "full":
+                learner.update = DivergenceUpdate(learner.update, list(teachers.values()), config.top)
             return learner
 
         return prompts.held_out, make

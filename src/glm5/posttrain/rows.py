@@ -107,6 +107,7 @@ class PolicyRows:
         vocab_size: ids below it could be drawn; None is all that the model's head has.
         experts_BTXM: int16, the experts that each of X MoE layers takes for the query's own id, whatever its router
             says (router replay); -1 leaves it to the router. None: all are left to it.
+        teacher_BT: int64, the number of the teacher that the target is learned from; -1 none. None: there are none.
     """
 
     input_BT: Tensor
@@ -120,6 +121,7 @@ class PolicyRows:
     kept: Kept | None
     vocab_size: int | None = None
     experts_BTXM: Tensor | None = None
+    teacher_BT: Tensor | None = None
 
     def __len__(self) -> int:
         return len(self.input_BT)
@@ -162,13 +164,25 @@ class PolicyRows:
 
         aux: what else to gather on the way; without any, nothing.
         """
+        at_A = self.mask_BT.flatten().nonzero().squeeze(1)
+        hidden_AD = self.hidden(model, sparse=sparse, aux=aux).flatten(0, 1)[at_A]
+        return self.found(model, hidden_AD, at_A, with_entropy=with_entropy)
+
+    def hidden(self, model: GLM5, *, sparse: bool | None = None, aux: Aux | None = None) -> Tensor:
+        """The model's final states of these rows, [B, T, D], with the experts that are to be replayed."""
         if self.experts_BTXM is not None:
             aux = aux or Aux()
             aux.experts = [e_BTM.long() for e_BTM in self.experts_BTXM.unbind(2)]
-        hidden_BTD = model.hidden(self.input_BT, documents=self.first_BT, sparse=sparse, aux=aux)
-        at_A = self.mask_BT.flatten().nonzero().squeeze(1)
+        return model.hidden(self.input_BT, documents=self.first_BT, sparse=sparse, aux=aux)
+
+    def without_replay(self) -> PolicyRows:
+        """The same for another model, whose routers choose for themselves."""
+        return replace(self, experts_BTXM=None)
+
+    def found(self, model: GLM5, hidden_AD: Tensor, at_A: Tensor, *, with_entropy: bool = False) -> ActionLogprobs:
+        """`logprobs` from the states of the actions, whose places in the flat rows are `at_A`."""
         return action_logprobs(
-            hidden_BTD.flatten(0, 1)[at_A],
+            hidden_AD,
             model.lm_head.weight,
             self.target_BT.flatten()[at_A],
             temperature_N=self.temperature_BT.flatten()[at_A],

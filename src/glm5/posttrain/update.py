@@ -104,19 +104,27 @@ class PolicyUpdate:
                 ratio=None if ratio_BT is None else ratio_BT[held][at],
             )
             found = policy_loss(self.loss, actions, counts)
-            value = float(found.loss.detach())
-            if not math.isfinite(value):
-                self.optimizer.zero_grad(set_to_none=True)
-                raise NumericalError(
-                    f"the policy's loss is {value}", "Lower the learning rate, or look at the rollouts"
-                )
-            loss = found.loss
+            value, loss = float(found.loss.detach()), found.loss
+            self.refuse(value)
             if aux is not None:
                 indexer_kl = aux.indexer_kl() / queries
                 loss, kl = loss + self.indexer_weight * indexer_kl, kl + float(indexer_kl.detach())
             loss.backward()
             metrics.add(found.metrics)
             total, moving = total + value, moving + int(found.moving)
+        learned = {"indexer_kl": kl} if self.indexer_weight else {}
+        return {**metrics.values(), **learned, "loss": total, **self.finish(moving)}
+
+    def refuse(self, loss: float) -> None:
+        """Raises:
+        NumericalError: a part's loss is not finite; the weights stay.
+        """
+        if not math.isfinite(loss):
+            self.optimizer.zero_grad(set_to_none=True)
+            raise NumericalError(f"the policy's loss is {loss}", "Lower the learning rate, or look at the rollouts")
+
+    def finish(self, moving: int) -> dict[str, float]:
+        """Clip and step, where a gradient moves something."""
         norm = 0.0
         if moving:
             norm = clip_grad_norm(list(self.model.named_parameters()), self.clip or math.inf)
@@ -124,8 +132,7 @@ class PolicyUpdate:
         else:  # momentum and weight decay would move the weights without any gradient
             self.skipped += 1
         self.optimizer.zero_grad(set_to_none=True)
-        learned = {"indexer_kl": kl} if self.indexer_weight else {}
-        return {**metrics.values(), **learned, "loss": total, "grad_norm": norm, "stepped": float(moving > 0)}
+        return {"grad_norm": norm, "stepped": float(moving > 0)}
 
     def _of_sequences(
         self, rows: PolicyRows, counts: BatchCounts, old_BT: Tensor | None
