@@ -32,7 +32,7 @@ from glm5.posttrain.verify.pool import Task, VerifierPool
 from glm5.posttrain.verify.verdict import Cause, Verdict
 from glm5.utils.errors import ConfigError, DataError
 
-RULES = "glm5.posttrain.reward.rules:check"  # a verifier
+RULES = "rules"  # a verifier
 GENERAL = "general"  # where a prompt's `info` keeps rules, rubrics and anchors
 
 

@@ -63,6 +63,7 @@ VERIFIERS = {
     "number": "glm5.posttrain.verify.short:number",
     "reasoning-gym": "glm5.posttrain.verify.gym:check",
     "code": "glm5.posttrain.verify.code:check",
+    "rules": "glm5.posttrain.reward.rules:check",
 }
 
 
