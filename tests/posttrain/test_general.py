@@ -14,19 +14,20 @@ import torch
 from glm5.cli.main import main
 from glm5.model.config import ModelConfig
 from glm5.model.glm5 import GLM5
-from glm5.model.weights import save_model
+from glm5.model.weights import load_model, save_model
 from glm5.posttrain.general import GeneralConfig, Generalist, general, read_general
 from glm5.posttrain.learner import LearnConfig
 from glm5.posttrain.reason import PromptConfig
 from glm5.posttrain.reward.hybrid import Parts, RewardConfig
 from glm5.posttrain.reward.judge import JudgeConfig
+from glm5.posttrain.reward.model import RewardModel
 from glm5.posttrain.reward.monitors import MonitorConfig
 from glm5.posttrain.reward.train import RewardModelConfig, train_reward_model
 from glm5.posttrain.rollouts import RolloutConfig, Rollouts
 from glm5.posttrain.samples import read_samples
 from glm5.train.schedule import LearningRate
 from glm5.utils.config_io import save
-from glm5.utils.errors import ConfigError, UserError
+from glm5.utils.errors import ConfigError, DataError, UserError
 from glm5.utils.runlog import read_metrics
 from support.conversations import tokenizer
 from support.judges import Asked, JudgeServer, Said, ratings_of
@@ -316,3 +317,11 @@ def test_the_command_says_what_a_run_would_be_and_runs_it(
     assert main(["rl", "general", "--config", str(tmp_path / "config.json"), "--reward.rules", "{}", "--dry-run"]) == 2
     assert "nothing judges answers to prompt" in capsys.readouterr().err
     assert len(read_general(str(tmp_path / "train.jsonl"))) == 12
+
+
+def test_a_reward_model_that_may_not_read_an_answer_is_refused_before_any_is_drawn(tmp_path: Path, base: str) -> None:
+    short = load_model(base).config.replace(max_position_embeddings=8)
+    path = RewardModel(GLM5(short), "pairwise").save(tmp_path / "short", tokenizer())
+    with pytest.raises(DataError, match=r"prompt 'train-0' with an answer of 2 tokens may not fit the reward model"):
+        general(config(tmp_path, base, reward=RewardConfig(model=str(path))), lambda _: None)
+    assert not (tmp_path / "run" / "samples.jsonl").exists()

@@ -27,6 +27,7 @@ from glm5.posttrain.learner import LearnConfig
 from glm5.posttrain.losses import LossConfig, glm5_reasoning
 from glm5.posttrain.prompts import Prompt, prompt_from_row, require_unique
 from glm5.posttrain.reason import Plan, PromptConfig, Prompts, Reasoned, Reasoner, learned, model_config
+from glm5.posttrain.reward.data import answered
 from glm5.posttrain.reward.hybrid import GENERAL, RULES, Hybrid, RewardConfig
 from glm5.posttrain.reward.judge import Judge
 from glm5.posttrain.reward.model import Scorer, fingerprint
@@ -189,6 +190,16 @@ def hybrid_reward(
     judge = Judge(reward.judge, journal) if reward.judge.url else None
     hybrid = Hybrid(reward, pool, scorer, judge)
     hybrid.require(prompts)
+    if scorer is not None:
+        room = scorer.model.longest - config.rollout.max_new_tokens
+        long = next((p.id for p in prompts if len(answered(scorer.tokenizer, p.messages, "", p.tools)) > room), None)
+        if long is not None:
+            what = (
+                f"prompt {long!r} with an answer of {config.rollout.max_new_tokens} tokens may not fit the reward model"
+            )
+            raise DataError(
+                what, f"It reads {scorer.model.longest:,}: lower rollout.max_new_tokens, or use another one"
+            )
     return hybrid
 
 

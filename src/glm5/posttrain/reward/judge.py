@@ -88,10 +88,6 @@ class Judge:
                 raise ConfigError("rubrics", (), "must name one rubric at least, or each prompt must")
         return self._criteria[more]
 
-    def digest(self) -> list[Any]:
-        """What judgements depend on, besides the endpoint's model: the criteria that were asked for until now."""
-        return [[c.name, c.question, c.weight] for criteria in self._criteria.values() for c in criteria]
-
     def paired(self, case: Case) -> bool:
         """Whether the answer is judged beside the reference."""
         return case.reference is not None and self.config.form != "score"
