@@ -3,10 +3,10 @@
     python benchmarks/rollout_chaos.py --samples 10000 --seed 1
 
 The real orchestrator, gateway, router, store and intake, in processes of their own, with a scripted engine, scripted
-tasks and a scripted learner. At random moments by seed parts are killed (SIGKILL), stopped for a while, starved of disk;
-their clocks jump, connections trickle, deliveries come twice, rollouts hang until their time is up. Prints what was
-done and how long it took; ends with status 1 if the ledger is not the expected one. `--every` is the number of samples
-from one fault to the next. `tests/posttrain/rollout/test_rollout_chaos.py` is the same with 240 samples.
+tasks and a scripted learner. At random moments by seed parts are killed (SIGKILL), stopped for a while, starved of
+disk; their clocks jump, connections trickle, deliveries come twice, rollouts hang until their time is up. Prints what
+was done and how long it took; ends with status 1 if the ledger is not the expected one. `--every` is the number of
+samples from one fault to the next. `tests/posttrain/rollout/test_rollout_chaos.py` is the same with 240 samples.
 """
 
 from __future__ import annotations

@@ -258,9 +258,8 @@ class Chaos:
         for name in ("gateway", "orchestrator", *self._engines):
             for _ in range(3):
                 one = socket.create_connection(self._sockets[name].getsockname())
-                one.sendall(
-                    b"POST /sessions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: 9\r\n\r\n{"
-                )
+                head = "POST /sessions HTTP/1.1", "Host: x", "Content-Type: application/json", "Content-Length: 9"
+                one.sendall("\r\n".join((*head, "", "{")).encode())
                 self._intruders.append(one)
 
     def _finished(self) -> tuple[int, int]:

@@ -1,0 +1,200 @@
+"""The base class of task services: what goes wrong is named by rule; a rollout that is asked for again is joined."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable
+from typing import Any
+
+import httpx
+import pytest
+from starlette.applications import Starlette
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+from starlette.routing import Route
+
+from glm5.agents.protocol import Offer, Result, Rollout
+from glm5.agents.service import Hosted, Policy, TaskService, judged
+from glm5.utils.errors import DataError
+from glm5.utils.outcome import Outcome
+
+ASKED = Rollout("t-0-0", "t-0", "t", 0, 0, 0, 5, "t-0-0:1", "http://gateway/sessions/t-0-0:1/v1", 30.0)
+HI = [{"role": "user", "content": "hi"}]
+
+
+class Made(TaskService):
+    """A service of one function."""
+
+    name = "t"
+
+    def __init__(self, play: Callable[[Rollout, Policy], Any]) -> None:
+        self.play = play
+
+    async def rollout(self, asked: Rollout, policy: Policy) -> Result:
+        made: Result = await self.play(asked, policy)
+        return made
+
+
+def policy_of(*answers: tuple[int, Any]) -> tuple[httpx.AsyncClient, list[Request]]:
+    """A gateway that gives these answers, and what it was asked; None instead of a status breaks the connection."""
+    seen: list[Request] = []
+
+    async def chat(request: Request) -> Response:
+        await request.body()
+        seen.append(request)
+        status, body = answers[min(len(seen), len(answers)) - 1]
+        if status == 0:
+            raise ConnectionError("broken")
+        return JSONResponse(body, status)
+
+    app = Starlette(routes=[Route("/sessions/{name}/v1/chat/completions", chat, methods=["POST"])])
+    return httpx.AsyncClient(transport=httpx.ASGITransport(app, raise_app_exceptions=False)), seen
+
+
+def said(content: str) -> tuple[int, Any]:
+    return 200, {"choices": [{"message": {"role": "assistant", "content": content}}]}
+
+
+def error(status: int, code: str) -> tuple[int, Any]:
+    return status, {"error": {"message": code, "code": code}}
+
+
+def played(service: TaskService, http: httpx.AsyncClient, asked: Rollout = ASKED) -> Result:
+    async def main() -> Result:
+        hosted = Hosted(service, http)
+        await hosted.start()
+        client = httpx.AsyncClient(transport=httpx.ASGITransport(hosted.app()), base_url="http://t", timeout=60)
+        answer = await client.post("/rollouts", json=asked.to_json())
+        await hosted.stop()
+        return Result.from_json(answer.json())
+
+    return asyncio.run(main())
+
+
+async def ask(asked: Rollout, policy: Policy) -> Result:
+    told = await policy.chat(HI, max_tokens=7)
+    return judged(float(told["content"] == "yes"), "why", turns=1)
+
+
+@pytest.mark.parametrize(("content", "outcome"), [("yes", Outcome.OK), ("no", Outcome.TASK_FAILED)])
+def test_a_judged_rollout(content: str, outcome: Outcome) -> None:
+    http, seen = policy_of(said(content))
+    assert played(Made(ask), http) == Result(outcome, float(content == "yes"), "why", {"turns": 1.0})
+    assert asyncio.run(seen[0].json()) == {"messages": HI, "max_tokens": 7}
+
+
+def test_a_rollout_that_blocks() -> None:
+    class Blocking(TaskService):
+        name = "t"
+
+        def rollout(self, asked: Rollout, policy: Policy) -> Result:
+            time.sleep(0.01)
+            return judged(float(policy.chat_now(HI)["content"] == "yes"))
+
+    assert played(Blocking(), policy_of(said("yes"))[0]).outcome is Outcome.OK
+
+
+def test_a_request_that_failed_is_sent_again_under_its_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(asyncio, "sleep", lambda seconds: _now())
+    http, seen = policy_of(error(503, "engine_lost"), (0, None), said("yes"))
+    assert played(Made(ask), http).outcome is Outcome.OK
+    assert len(seen) == 3
+    assert len({request.headers["x-request-id"] for request in seen}) == 1
+
+
+async def _now() -> None: ...
+
+
+@pytest.mark.parametrize(
+    ("answer", "outcome", "detail"),
+    [
+        (error(503, "engine_lost"), Outcome.ENGINE_LOST, "status 503"),
+        (error(404, "session_ended"), Outcome.ENGINE_LOST, "session_ended"),
+        (error(400, "context_length_exceeded"), Outcome.TASK_FAILED, "the context is full"),
+        (error(400, "bad_tool"), Outcome.ENV_CRASH, "the gateway refuses: status 400"),
+    ],
+)
+def test_what_a_policy_s_failures_are(
+    answer: tuple[int, Any], outcome: Outcome, detail: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(asyncio, "sleep", lambda seconds: _now())
+    made = played(Made(ask), policy_of(answer)[0])
+    assert (made.outcome, detail in made.detail) == (outcome, True), made
+    assert made.reward == (0.0 if outcome is Outcome.TASK_FAILED else None)
+
+
+def test_whose_time_was_up() -> None:
+    async def slow(asked: Rollout, policy: Policy) -> Result:
+        await asyncio.Event().wait()
+        raise AssertionError
+
+    async def impatient(asked: Rollout, policy: Policy) -> Result:
+        async with asyncio.timeout(0):  # of the environment's own
+            await asyncio.Event().wait()
+        raise AssertionError
+
+    http, _ = policy_of(said("yes"))
+    brief = Rollout(**{**ASKED.__dict__, "time_s": 0.05})
+    assert played(Made(slow), http, brief) == Result(Outcome.TIMEOUT, None, "after 0.05 s")
+    assert played(Made(impatient), http).outcome is Outcome.ENV_CRASH
+
+
+def test_the_first_cause_is_told() -> None:
+    async def crash(asked: Rollout, policy: Policy) -> Result:
+        raise OSError("no such container")
+
+    assert played(Made(crash), policy_of(said(""))[0]) == Result(Outcome.ENV_CRASH, None, "OSError: no such container")
+
+
+def test_asked_again_it_is_the_same_run_until_it_is_forgotten() -> None:
+    async def main() -> None:
+        runs, gate = [], asyncio.Event()
+
+        async def play(asked: Rollout, policy: Policy) -> Result:
+            runs.append(asked.attempt)
+            await gate.wait()
+            return judged(1.0)
+
+        hosted = Hosted(Made(play), policy_of(said(""))[0])
+        await hosted.start()
+        client = httpx.AsyncClient(transport=httpx.ASGITransport(hosted.app()), base_url="http://t", timeout=60)
+        path = f"/rollouts/{ASKED.session}"
+        twice = [asyncio.ensure_future(client.post("/rollouts", json=ASKED.to_json())) for _ in range(2)]
+        while not runs:
+            await asyncio.sleep(0)
+        twice[0].cancel()  # its connection broke
+        gate.set()
+        assert (await twice[1]).json()["outcome"] == "ok"
+        assert (await client.post("/rollouts", json=ASKED.to_json())).json()["outcome"] == "ok"
+        assert len(runs) == 1
+        assert (await client.get("/rollouts")).json() == {"rollouts": [ASKED.to_json()]}
+        assert (await client.delete(path)).status_code == 200
+        assert (await client.delete(path)).status_code == 404
+        gate.clear()
+        again = asyncio.ensure_future(client.post("/rollouts", json=ASKED.to_json()))
+        while len(runs) < 2:
+            await asyncio.sleep(0)
+        assert (await client.delete(path)).status_code == 200
+        assert (await again).status_code == 410, "somebody ended it"
+        assert (await client.get("/rollouts")).json() == {"rollouts": []}
+        await hosted.stop()
+
+    asyncio.run(main())
+
+
+def test_what_is_no_message_is_refused() -> None:
+    for given, words in (
+        ([], "is no Rollout"),
+        ({**ASKED.to_json(), "seed": "5"}, "seed='5'"),
+        ({**ASKED.to_json(), "member": True}, "member='True'"),
+        ({name: value for name, value in ASKED.to_json().items() if name != "session"}, "no 'session'"),
+    ):
+        with pytest.raises(DataError, match=words):
+            Rollout.from_json(given)
+    assert Rollout.from_json({**ASKED.to_json(), "newer": 1}) == ASKED
+    assert Offer.from_json({"name": "t", "url": "http://t"}) == Offer("t", "http://t")
+    with pytest.raises(DataError, match="ratio=inf"):
+        Offer("t", "http://t", ratio=float("inf"))
+    with pytest.raises(DataError, match="reward=nan"):
+        Result(Outcome.OK, float("nan"))
