@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol
 
-from glm5.agents.sandbox import Finished, Limits, Sandbox, SandboxError
+from glm5.agents.sandbox import Finished, Limits, Sandbox, SandboxError, require
 from glm5.agents.sandbox.container import Container, Engine
 from glm5.agents.sandbox.files import read_tree
 from glm5.agents.tasks.dockerfile import Step
@@ -55,6 +55,10 @@ class InSandbox:
 
     limits: Limits = field(default_factory=Limits)
 
+    def require(self) -> None:
+        """Raises SandboxError where there is no sandbox."""
+        require()
+
     def open(self, task: Task) -> Place:
         """Lay a task out. Raises SandboxError, or UserError where its Dockerfile cannot be followed."""
         return SandboxPlace(task, self.limits)
@@ -73,6 +77,10 @@ class InContainer:
     engine: Engine
     limits: Limits = field(default_factory=Limits)
     keep_processes: bool = False
+
+    def require(self) -> None:
+        """Raises SandboxError where the engine does not run."""
+        self.engine.require()
 
     def open(self, task: Task) -> Place:
         """Build a task's image and start its container. Raises SandboxError, or TaskError on what it cannot have."""
