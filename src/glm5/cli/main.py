@@ -45,6 +45,7 @@ COMMANDS = {
     "reproduce": Command("run the report's comparisons again at a chosen size", "glm5.cli.reproduce"),
     "watch": Command("draw a run's curves in the terminal, while it runs or after", "glm5.cli.watch"),
     "gateway": Command("keep the exact tokens of agents that talk to engines", "glm5.cli.gateway"),
+    "orchestrate": Command("run the rollouts of agent tasks that register, for a learner", "glm5.cli.orchestrate"),
     "trajectories": Command("list, show and export the samples of agents' training", "glm5.cli.trajectories"),
     "doctor": Command("show versions, devices, and which operator version runs and why", "glm5.cli.doctor"),
 }
