@@ -14,6 +14,7 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor
 
+from glm5.kernels.indexer_fp8 import IndexKeys
 from glm5.kernels.pages import Pages
 from glm5.kernels.visibility import Visibility
 from glm5.model.config import ModelConfig
@@ -30,14 +31,15 @@ def cache_widths(config: ModelConfig) -> tuple[int, ...]:
 class Part(NamedTuple):
     """What some rows of a call attend to.
 
-    visible: of these rows. rows [B, S, latent + rope], index_keys [B, S, I]; with `pages` those of a pool, [1, R, .].
+    visible: of these rows. rows [B, S, latent + rope], index_keys [B, S, I]; with `pages` those of a pool, [1, R, .],
+    and in 8 bits as `packed` says, rows being bytes.
     span: where the rows are in a flat batch (first row, sequences, rows of each); None is the whole call, as it is.
     by_row: take the form of attention in which a row's bits do not depend on the others: absorbed, over a selection.
     """
 
     visible: Visibility
     rows: Tensor
-    index_keys: Tensor
+    index_keys: Tensor | IndexKeys
     pages: Pages | None = None
     span: tuple[int, int, int] | None = None
     by_row: bool = False

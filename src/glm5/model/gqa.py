@@ -55,7 +55,8 @@ class GQA(nn.Module):
         if cache is not None:
             (held,) = cache.store(self.layer, slot_BT, visible, k.flatten(-2), v)
             k = held.rows[:, : visible.slots].unflatten(-1, (self.groups, -1))
-            v = held.index_keys[:, : visible.slots]  # GQA's second tensor
+            assert isinstance(held.index_keys, Tensor), "GQA's second tensor, which no page holds"
+            v = held.index_keys[:, : visible.slots]
         if aux is not None and aux.logits:
             aux.logit_maxima.append(attention_logit_max(q, k, visible, None, self.width**-0.5))
         out = dense_attention(q, k, v.unflatten(-1, (self.groups, -1)), visible, self.width**-0.5)

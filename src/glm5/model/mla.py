@@ -12,10 +12,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from glm5.kernels import latent_rows
 from glm5.kernels.attention import attention_logit_max, dense_attention, sparse_attention, sparse_attention_lse
 from glm5.kernels.basic import Joined, lay_side_by_side, rope_interleaved
 from glm5.kernels.dispatch import pick, trains_absorbed
 from glm5.kernels.indexer import index_scores, index_select
+from glm5.kernels.indexer_fp8 import IndexKeys, index_select_fp8, round_queries
 from glm5.kernels.indexer_loss import indexer_loss
 from glm5.kernels.pages import Pages
 from glm5.kernels.visibility import Visibility
@@ -23,6 +25,7 @@ from glm5.model.cache import Keys, Part
 from glm5.model.config import ModelConfig
 from glm5.model.indexer import Indexer
 from glm5.model.layers import Linear, RMSNorm
+from glm5.model.packed import unpack_rows
 from glm5.model.trace import Aux, Trace
 
 # One multiply-add of gathered single-query attention costs about so many of a masked matrix product's, since the gather
@@ -129,10 +132,15 @@ class MLA(nn.Module):
         absorbed = part.by_row or self._prefers_absorbed(q_nope.shape[1], visible, selected)
         if trained:
             absorbed = absorbed and selected is not None and trains_absorbed(rows, self.latent)
-        if part.pages is None:
+        pages = part.pages
+        if pages is None:
             rows = rows[:, : visible.slots]
+        elif rows.dtype == torch.uint8 and absorbed and selected is not None and self._reads_packed:
+            return self._absorbed_fp8(q_nope, q_rope, rows, selected, pages)
+        elif rows.dtype == torch.uint8:
+            rows, pages = unpack_rows(pages.gather(rows, visible), self.latent).to(q_nope.dtype), None
         elif selected is None or trained or not absorbed:  # only the selected rows can be read where they lie
-            rows = part.pages.gather(rows, visible)
+            rows = pages.gather(rows, visible)
         if absorbed and trained and selected is not None:
             q_full, keys, values, w_uv = self._fold(q_nope, q_rope, rows)
             mixed, lse = sparse_attention_lse(q_full, keys, values, selected, visible, self.scale)
@@ -140,7 +148,7 @@ class MLA(nn.Module):
                 self._observe(aux, part, index_q, q_full, keys, selected, lse)
             return _by_head(mixed, w_uv)
         if absorbed:
-            return self._absorbed(q_nope, q_rope, rows, visible, selected, part.pages)
+            return self._absorbed(q_nope, q_rope, rows, visible, selected, pages)
         q_full = torch.cat((q_nope, q_rope), dim=-1)
         keys, values = self._expand(rows)
         if selected is None:
@@ -167,6 +175,7 @@ class MLA(nn.Module):
             aux.logit_maxima.append(attention_logit_max(q_BTHX, keys_BSHX, visible, selected, self.scale))
         if aux.indexer:
             assert index_q is not None
+            assert isinstance(part.index_keys, Tensor)
             index = (*index_q, part.index_keys)
             aux.indexer_losses.append(
                 indexer_loss(*index, q_BTHX, keys_BSHX, visible, selected, self.scale, self.indexer.topk, lse_BTH)
@@ -219,9 +228,13 @@ class MLA(nn.Module):
         visible = part.visible
         with torch.no_grad():
             if trace is not None and trace.scores:
+                assert isinstance(part.index_keys, Tensor), "scores are traced of keys that are not rounded"
                 trace.index_scores.append(index_scores(*index_q, part.index_keys, visible))
             if trace is not None and trace.replay is not None:
                 selected = trace.replay[len(trace.selected)]
+            elif isinstance(part.index_keys, IndexKeys):
+                rounded = round_queries(*index_q)
+                selected = index_select_fp8(*rounded, part.index_keys, visible, self.indexer.topk, part.pages)
             else:
                 k, ties = self.indexer.topk, self.indexer.ties
                 selected = index_select(*index_q, part.index_keys, visible, k, part.pages, ties)
@@ -258,6 +271,18 @@ class MLA(nn.Module):
         else:
             mixed = sparse_attention(q_full, keys, values, selected, visible, self.scale, pages)
         return _by_head(mixed, w_uv)
+
+    @property
+    def _reads_packed(self) -> bool:
+        """Whether there is an operator for packed rows of these widths, which reads them where they lie."""
+        return (self.latent, self.rotary) == (latent_rows.LATENT, latent_rows.ROTARY)
+
+    def _absorbed_fp8(self, q_nope: Tensor, q_rope: Tensor, rows: Tensor, selected: Tensor, pages: Pages) -> Tensor:
+        """`_absorbed` of packed rows."""
+        up = self.kv_b_proj.weight.view(self.heads, self.nope + self.value, self.latent)
+        q_full = torch.cat((_by_head(q_nope, up[:, : self.nope]), q_rope), dim=-1)
+        mixed, _ = latent_rows.sparse_attention_fp8(q_full, rows, selected, self.scale, pages)
+        return _by_head(mixed, up[:, self.nope :].transpose(1, 2))
 
     def _fold(self, q_nope: Tensor, q_rope: Tensor, rows: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """Queries [B, T, H, L + R] that meet the rows themselves, keys and values [B, S, 1, ...], W_UV [H, L, V]."""

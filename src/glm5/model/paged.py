@@ -22,10 +22,12 @@ import torch
 from torch import Tensor
 
 from glm5.kernels.dispatch import pick
+from glm5.kernels.indexer_fp8 import IndexKeys, round_keys
 from glm5.kernels.pages import Pages
 from glm5.kernels.visibility import Visibility
 from glm5.model.cache import Part, cache_widths
 from glm5.model.config import ModelConfig
+from glm5.model.packed import pack_rows, page_tensors
 from glm5.utils.errors import ConfigError
 
 # Sequences with up to so many rows each are attended to together; longer chunks fill the machine by themselves.
@@ -38,9 +40,11 @@ class PagedCache:
     Args:
         pages, host_pages: how many. size: tokens of a page.
         draft: with the MTP block's entries and the hidden states at pages' ends.
+        fp8: hold rows and keys in 8 bits (see `packed`), else in `dtype`.
 
     Attributes:
-        layers: per layer [latent pool, index key pool], each [1, pages * size, width].
+        layers: per layer [latent pool, index key pool], each [1, pages * size, width]; in 8 bits the scales of the keys
+            as a third.
         hidden: [pages, D], the trunk's hidden state of each page's last slot.
     """
 
@@ -52,22 +56,24 @@ class PagedCache:
         *,
         size: int = 64,
         draft: bool = False,
+        fp8: bool = False,
         device: torch.device | str = "cpu",
         dtype: torch.dtype = torch.float32,
     ) -> None:
         if config.attention != "mla":
             raise ConfigError("attention", config.attention, "pages hold MLA's latent rows and index keys only")
-        self.size, self.draft = size, draft
+        self.size, self.draft, self.fp8, self.latent = size, draft, fp8, config.kv_lora_rank
         layers = config.num_cache_layers if draft else config.num_hidden_layers
-        on_device = {"device": device, "dtype": dtype}
-        on_host = {"device": "cpu", "dtype": dtype, "pin_memory": torch.device(device).type == "cuda"}
+        kinds = page_tensors(config) if fp8 else tuple((width, dtype) for width in cache_widths(config))
+        on_device = {"device": device}
+        on_host = {"device": "cpu", "pin_memory": torch.device(device).type == "cuda"}
 
         def tensors(count: int, options: Any) -> tuple[list[list[Tensor]], Tensor]:
             pools = [
-                [torch.zeros(1, count * size, width, **options) for width in cache_widths(config)]
+                [torch.zeros(1, count * size, width, dtype=kind, **options) for width, kind in kinds]
                 for _ in range(layers)
             ]
-            return pools, torch.zeros(count, config.hidden_size if draft else 0, **options)
+            return pools, torch.zeros(count, config.hidden_size if draft else 0, dtype=dtype, **options)
 
         self.layers, self.hidden = tensors(pages, on_device)
         self._host_layers, self._host_hidden = tensors(host_pages, on_host)
@@ -196,7 +202,18 @@ class PagedBatch:
         self, layer: int, slot_BT: Tensor | None, visible: Visibility, rows_1NX: Tensor, index_1NI: Tensor
     ) -> list[Part]:
         """Write a layer's new rows; what each group reads. Slots and visibility are this batch's own."""
+        self.write(layer, rows_1NX, index_1NI)
+        return self.parts(layer)
+
+    def write(self, layer: int, rows_1NX: Tensor, index_1NI: Tensor) -> None:
+        """Write a layer's new rows."""
         pools = self.cache.layers[layer]
+        if self.cache.fp8:
+            new = round_keys(index_1NI)
+            packed = (pack_rows(rows_1NX, self.cache.latent), new.values, new.scale[..., None])
+            for pool, value in zip(pools, packed, strict=True):  # as bytes, which every device can copy by index
+                pool[0].view(torch.uint8).index_copy_(0, self.row_N, value[0].view(torch.uint8))
+            return
         rows, index_keys = pools
         fast = pick("store", self.row_N, rows, index_keys, rows_1NX, index_1NI)
         if fast is not None:
@@ -204,8 +221,13 @@ class PagedBatch:
         else:
             rows[0].index_copy_(0, self.row_N, rows_1NX[0])
             index_keys[0].index_copy_(0, self.row_N, index_1NI[0])
+
+    def parts(self, layer: int) -> list[Part]:
+        """What each group reads of a layer."""
+        rows, keys, *scale = self.cache.layers[layer]
+        held = IndexKeys(keys, scale[0][..., 0]) if self.cache.fp8 else keys
         spans = ((g, (g.first, g.batch, g.queries)) for g in self.groups)
-        return [Part(g.visible, rows, index_keys, g.pages, span, self.by_row) for g, span in spans]
+        return [Part(g.visible, rows, held, g.pages, span, self.by_row) for g, span in spans]
 
     def keep_hidden(self, hidden_1ND: Tensor) -> None:
         """Keep the trunk's hidden states of slots that end a page."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal
 
 
 @dataclass(frozen=True)
@@ -15,6 +16,9 @@ class EngineConfig:
     """Of pages on the device, where `pages` is 0."""
     host_pages: int = 0
     """Pages in host memory, to which unused prefixes move before they are forgotten."""
+    kv_cache_dtype: Literal["auto", "fp8_e4m3"] = "auto"
+    """What pages hold: auto is the model's dtype; fp8_e4m3 takes little more than half of bfloat16's bytes, with a
+    scale for every row, and is not exact."""
     context: int = 0
     """Tokens of prompt and answer together; 0 is the model's maximum."""
     drafts: int = 0

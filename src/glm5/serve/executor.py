@@ -102,7 +102,13 @@ class Executor:
         if config.invariant:
             invariant.check(model)
         self._model, self._config, self._sampler, self._context = model, config, sampler, context
+        if config.kv_cache_dtype not in ("auto", "fp8_e4m3"):
+            raise ConfigError("kv_cache_dtype", config.kv_cache_dtype, "must be auto or fp8_e4m3")
+        fp8 = config.kv_cache_dtype == "fp8_e4m3"
+        if fp8 and config.invariant:
+            raise ConfigError("kv_cache_dtype", config.kv_cache_dtype, "is not of the invariant mode: leave one out")
         options: dict[str, Any] = dict(size=page_size, draft=config.drafts > 0, device=model.device, dtype=model.dtype)
+        options["fp8"] = fp8
         self.pages = config.pages
         if self.pages == 0:
             one = PagedCache(model.config, 1, **options).nbytes_per_page()
