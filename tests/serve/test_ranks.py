@@ -16,10 +16,11 @@ import pytest
 import torch
 from safetensors.torch import save
 
+from glm5.model.generate import generate
 from glm5.model.weights import disk_tensors, load_model, save_model
 from glm5.parallel.inference import Share, check
 from glm5.parallel.mesh import Mesh, World
-from glm5.serve import lockstep
+from glm5.serve import lockstep, ranks
 from glm5.serve.client import WeightGroup, WeightUpdate
 from glm5.serve.config import EngineConfig
 from glm5.serve.engine import Engine
@@ -27,6 +28,7 @@ from glm5.serve.fold import Folded
 from glm5.serve.lockstep import RankLost
 from glm5.serve.ranks import Leader, Member
 from glm5.serve.request import Request, SamplingParams
+from glm5.serve.split import SplitBatch
 from glm5.utils.errors import ConfigError, UserError
 from support.drafting import agreeable
 from support.ranks import exit_codes, run_ranks
@@ -178,6 +180,7 @@ def test_two_ranks_with_half_of_the_heads_each(checkpoints: list[str], expected:
 
 SENDER = """
 import sys, torch
+from glm5.model.generate import generate
 from glm5.model.weights import disk_tensors, load_model
 from glm5.serve.client import WeightGroup
 from glm5.serve.weights import Joined
@@ -280,6 +283,70 @@ def test_heads_and_experts_over_four_ranks(checkpoints: list[str], expected: dic
         same(second, expected["other weights"][place::2])
 
 
+# --------------------------------------------------------------------------- context parallel
+def _context_parallel(world: World, checkpoints: list[str]) -> Any:
+    """Calls of at least 8 rows a rank are shared out."""
+    ranks.SPLIT_FROM = 8
+    shared = [0]
+    gather = SplitBatch.gather
+
+    def counted(batch: SplitBatch, x: torch.Tensor) -> torch.Tensor:
+        shared[0] += 1
+        return gather(batch, x)
+
+    SplitBatch.gather = counted  # type: ignore[method-assign]
+
+    def lead(leader: Leader) -> dict[str, Any]:
+        if world.mesh.tp > 1:
+            return {"chunks": answers(Engine(leader.model, WAYS["chunks"], ranks=leader), prompts())}
+        found = all_ways(lambda config: Engine(leader.model, config, ranks=leader))
+        engine = Engine(leader.model, replace(ROOMY, context=1024, drafts=1), ranks=leader)
+        long = [id % 300 + 6 for id in range(1000)]
+        for name in ("long", "long again"):
+            request = Request(long, GREEDY)
+            engine.add(request)
+            told = Folded()
+            while engine.has_work:
+                for delta in engine.step():
+                    told.add(delta)
+            found[name] = (told.ids, told.logprobs), told.cached_tokens
+        new = save(dict(disk_tensors(load_model(checkpoints[1]))))
+        engine.update_weights(WeightUpdate("tensor", tensors=(new,)))
+        found["sums"] = engine.checksum()
+        found["other weights"] = answers(Engine(leader.model, WAYS["drafts"], ranks=leader), prompts())
+        return found
+
+    found, pages, _ = _lead(world, checkpoints[0], lead)
+    return found, pages, shared[0]
+
+
+def test_two_ranks_with_half_of_a_prompt_each(checkpoints: list[str], expected: dict[str, Any]) -> None:
+    (found, pages, shared), (_, their_pages, theirs) = run_ranks(2, "cp=2", _context_parallel, checkpoints)
+    assert shared == theirs > 0
+    for name in WAYS:
+        same(found[name], expected[name])
+        same(found[f"{name}, warm"], expected[f"{name}, warm"])
+        assert found[f"{name}, of the engine"] == expected[f"{name}, of the engine"]
+    (cold, cached), (again, cached_again) = found["long"], found["long again"]
+    same([again], [cold])
+    assert (cached, cached_again) == (0, 960)
+    model = load_model(checkpoints[0])
+    assert cold[0] == list(generate(model, [id % 300 + 6 for id in range(1000)], max_new_tokens=10, stop_ids=()))
+    assert found["sums"] == Engine(load_model(checkpoints[1]), ROOMY).checksum()
+    same(found["other weights"], expected["other weights"])
+    for mine, other in zip(pages, their_pages, strict=True):
+        assert torch.equal(mine, other)
+
+
+def test_halves_of_prompts_and_of_heads_over_four_ranks(checkpoints: list[str], expected: dict[str, Any]) -> None:
+    results = run_ranks(4, "cp=2,tp=2", _context_parallel, checkpoints)
+    (found, pages, shared), *others = results
+    assert shared > 0
+    same(found["chunks"], expected["chunks"])
+    for _, their_pages, _ in others:
+        assert all(map(torch.equal, pages, their_pages))
+
+
 # --------------------------------------------------------------------------- a rank dies
 def _dies(world: World, checkpoint: str, who: int) -> None:
     share = Share(world, tiny_config())
@@ -321,7 +388,8 @@ def test_meshes_that_do_not_fit() -> None:
         ("tp=8", "num_attention_heads"),
         ("dp=3,ep=3", "n_routed_experts"),
         ("pp=2", "training only"),
-        ("cp=2", "training only"),
+        ("shard=2,dp=2", "training only"),
+        ("cp=2,ep=2", "without ep"),
     ):
         with pytest.raises(ConfigError, match=what):
             check(Mesh.parse(text), tiny_config())

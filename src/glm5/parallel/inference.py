@@ -93,10 +93,12 @@ def check(mesh: Mesh, config: ModelConfig) -> None:
     Raises:
         ConfigError: heads, widths or experts do not divide, or an axis is one of training only.
     """
-    for axis in ("pp", "cp", "shard"):
+    for axis in ("pp", "shard"):
         if getattr(mesh, axis) > 1:
-            rule = "is of training only: serve with tp, dp and ep"
+            rule = "is of training only: serve with tp, cp, dp and ep"
             raise ConfigError(f"mesh.{axis}", getattr(mesh, axis), rule)
+    if mesh.cp > 1 and mesh.ep > 1:
+        raise ConfigError("mesh.cp", mesh.cp, "is served without ep: leave one of them out")
     mesh.check_model(config)
     if config.attention != "mla" and mesh.size > 1:
         raise ConfigError("mesh", str(mesh), f"the attention {config.attention} is not served on several ranks")

@@ -4,7 +4,8 @@
     followers  message -> the same call on their heads, widths and experts, with pages of their own
 
 The ranks of a `tp` group are one leader and its followers. All communication of a leader is made by one thread, in one
-order (`lockstep`); where experts are spread over ranks (`ep`), that thread also keeps step with the other leaders. What
+order (`lockstep`); where experts are spread over ranks (`ep`), that thread also keeps step with the other leaders. With
+`cp`, several such groups are one engine: a leader, and followers that run shares of its long calls (`split`). What
 a message has to say goes over gloo on CPUs, pickled between our own processes; rows of ids, hidden states and logits go
 between the devices. MLA's latent rows are read by all heads, so the pages of a `tp` group are copies of each other;
 data parallel (`dp`) engines have requests and pages of their own.
@@ -36,6 +37,7 @@ from glm5.parallel.inference import Share
 from glm5.parallel.mesh import World
 from glm5.serve.client import WeightUpdate
 from glm5.serve.lockstep import Kind, Lockstep
+from glm5.serve.split import SplitBatch
 from glm5.serve.weights import WeightSource
 from glm5.utils.errors import CheckpointError, UserError
 
@@ -44,6 +46,8 @@ QUIET_SECONDS = 120.0
 # How much longer one rank may read weights from disk than another.
 LOAD_SECONDS = 3600.0
 HEAD_BYTES = 4096
+# Rows of a call for each rank of a `cp` group, from which they share it out.
+SPLIT_FROM = 64
 
 
 class Member:
@@ -58,13 +62,17 @@ class Member:
 
     def __init__(self, model: GLM5, share: Share) -> None:
         self.model, self.share, world = model, share, share.world
-        self.tensor = world.group("tp")
-        self.leads = world.place("tp") == 0
+        self.tensor, self.context = world.group("tp"), world.group("cp")
+        self.heads_logits = world.place("cp") == 0  # its `tp` group brings the leader's logits together
+        self.leads = self.heads_logits and world.place("tp") == 0
         mesh, wait = world.mesh, timedelta(seconds=QUIET_SECONDS)
+        engines = torch.arange(world.size).view(-1, mesh.cp * mesh.tp)
         grid = torch.arange(world.size).view(-1, mesh.ep, mesh.tp)  # copies of the experts, ep, tp
-        self.control = _own_group(grid.flatten(0, 1), world, wait)
+        self.control = _own_group(engines, world, wait)
         self.leaders = _own_group(grid.transpose(1, 2).flatten(0, 1), world, wait)
-        self.peers = _own_group(grid.flatten(1), world, timedelta(seconds=LOAD_SECONDS))
+        parts = grid.flatten(1) if mesh.cp == 1 else engines  # `check` lets nobody have experts spread over cp
+        self.peers = _own_group(parts, world, timedelta(seconds=LOAD_SECONDS))
+        self.everyone = self.tensor if mesh.cp == 1 else _own_group(engines, world, None)
         self.cache: PagedCache | None = None
         self._store = WeightSource(model)
         if model.device.type == "cuda":
@@ -133,14 +141,21 @@ class Member:
     def hidden(
         self,
         runs: Sequence[Run],
+        traced: bool = False,
         sent: Tensor | None = None,
         batch: PagedBatch | None = None,
         trace: Trace | None = None,
     ) -> Tensor:
-        """`GLM5.hidden` of ids in pages; the leader has made the batch already."""
+        """`GLM5.hidden` of ids in pages; the leader has made the batch already. traced: it wants to see all rows."""
         batch = batch or PagedBatch(self._cache, runs)
         ids = self._sent(sent, (1, len(batch.row_N)), torch.int64)
-        return GLM5.hidden(self.model, ids, cache=batch, trace=trace)
+        ranks = self.context.size()
+        if ranks == 1 or len(batch.row_N) < SPLIT_FROM * ranks or traced:
+            return GLM5.hidden(self.model, ids, cache=batch, trace=trace)
+        piece = SplitBatch(batch, self.context)
+        hidden = piece.gather(GLM5.hidden(self.model, piece.share(ids), cache=piece))
+        batch.keep_hidden(hidden)
+        return hidden
 
     @torch.inference_mode()
     def draft(
@@ -157,6 +172,8 @@ class Member:
     def head(self, rows: int, sent: Tensor | None = None) -> Tensor | None:
         """Logits of rows, [N, V], on the leader."""
         read = self._sent(sent, (rows, self.model.config.hidden_size), self.model.dtype)
+        if not self.heads_logits:
+            return None
         part = self.share.head(self.model, read)
         if self.tensor.size() == 1:
             return part
@@ -231,14 +248,14 @@ class Member:
         return self.cache
 
     def _sent(self, given: Tensor | None, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-        """The leader's tensor, on every rank of the group."""
-        if self.tensor.size() == 1:
+        """The leader's tensor, on every rank of the engine."""
+        if self.everyone.size() == 1:
             assert given is not None
             return given
         if given is None:
             given = torch.empty(shape, dtype=dtype, device=self.model.device)
         given = given.contiguous()
-        dist.broadcast(given, src=_first(self.tensor), group=self.tensor)
+        dist.broadcast(given, src=_first(self.everyone), group=self.everyone)
         return given
 
 
@@ -246,9 +263,10 @@ def _first(group: dist.ProcessGroup) -> int:
     return dist.get_process_group_ranks(group)[0]
 
 
-def _own_group(groups: Tensor, world: World, wait: timedelta) -> dist.ProcessGroup:
-    """Of groups on CPUs, which all ranks make, this rank's."""
-    made = [(ranks, dist.new_group(ranks, timeout=wait, backend="gloo")) for ranks in groups.tolist()]
+def _own_group(groups: Tensor, world: World, wait: timedelta | None) -> dist.ProcessGroup:
+    """Of groups, which all ranks make, this rank's: on CPUs, or, without a time to wait, as the world's."""
+    options: dict[str, Any] = {} if wait is None else dict(timeout=wait, backend="gloo")
+    made = [(ranks, dist.new_group(ranks, **options)) for ranks in groups.tolist()]
     return next(group for ranks, group in made if world.rank in ranks)
 
 
@@ -277,7 +295,7 @@ class Leader:
         self.weights: WeightSource = LedWeights(self)
         self.pages: Callable[..., PagedCache] = self._make_pages
         mesh = member.share.world.mesh
-        self.sizes: Mapping[str, int] = {"tp": mesh.tp, "dp": mesh.dp, "ep": mesh.ep}
+        self.sizes: Mapping[str, int] = {"tp": mesh.tp, "cp": mesh.cp, "dp": mesh.dp, "ep": mesh.ep}
 
     def do(self, name: str, *args: Any, kind: Kind = Kind.LOCAL, **sent: Any) -> Any:
         """Run a call of `Member` on all ranks of the group; the leader's result.
@@ -322,7 +340,8 @@ class LedGLM5(GLM5):
     def hidden(self, input_ids: Tensor, *, cache: Any = None, trace: Trace | None = None, **_: Any) -> Tensor:
         """See `GLM5.hidden`; in pages only."""
         runs = tuple(cache.runs)
-        out: Tensor = self.leader.do("hidden", runs, kind=Kind.TRUNK, sent=input_ids, batch=cache, trace=trace)
+        seen = dict(sent=input_ids, batch=cache, trace=trace)
+        out: Tensor = self.leader.do("hidden", runs, trace is not None, kind=Kind.TRUNK, **seen)
         return out
 
     def draft_hidden(self, hidden_BTD: Tensor, next_ids: Tensor, cache: Any, *_: Any, **__: Any) -> Tensor:
