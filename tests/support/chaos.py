@@ -8,6 +8,7 @@ that what becomes of every sample is known (`expected`). Processes fork from a s
 from __future__ import annotations
 
 import asyncio
+import math
 import multiprocessing
 import os
 import random
@@ -226,6 +227,9 @@ class Chaos:
         part.start()
         self._parts[name] = part
 
+    def _wait(self) -> float:
+        return self.every if math.isinf(self.every) else self.rng.expovariate(1 / self.every)
+
     def _fault(self) -> None:
         kind = self.rng.choice(FAULTS)
         names = sorted(self._parts)
@@ -276,7 +280,7 @@ class Chaos:
         begun = time.monotonic()
         Store(self.path).close()
         try:
-            following = self.rng.expovariate(1 / self.every)
+            following = self._wait()
             over = False
             while True:
                 assert time.monotonic() - begun < self.limit_s, f"not over in {self.limit_s} s: {self._finished()}"
@@ -297,7 +301,7 @@ class Chaos:
                     return time.monotonic() - begun
                 if finished >= following and not over:
                     self._fault()
-                    following = finished + self.rng.expovariate(1 / self.every)
+                    following = finished + self._wait()
                 time.sleep(0.05)
         finally:
             for part in self._parts.values():

@@ -32,6 +32,7 @@ from glm5.utils.runlog import METRICS, MetricsReader, find_runs, flatten, run_st
 PREFERRED = (
     *("reward", "reverse_kl", "entropy", "train_rollout_logprob_abs_diff", "is_masked_low", "is_masked_high"),
     *("loss", "bits_per_byte", "indexer_kl", "indexer_recall", "mtp_loss_1", "grad_norm", "tokens_per_second"),
+    *("rollouts.running", "rollouts.open", "rollouts.idle", "rollouts.version"),
 )
 Points = Sequence[tuple[float, float]]
 

@@ -248,7 +248,9 @@ class Orchestrator:
         """Ask for samples that wait, and begin groups, until there is no room, or nobody's turn."""
         while True:
             now = self.clock()
-            if len(self.running) >= self.options.concurrency:
+            # Rollouts of a service that is away take nobody's place.
+            busy = sum(count for task, count in self._under_way.items() if self.services.there(task))
+            if busy >= self.options.concurrency:
                 return self.figures.held("", now)
             job = self._next()
             if job is not None:

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 from contextlib import suppress
 from typing import Any
 
 import httpx
 
 from glm5.utils.errors import UserError
+
+log = logging.getLogger(__name__)
 
 PAUSE_S = 0.25  # before a gateway that did not answer is asked again; grows to PAUSES times as much
 PAUSES = 16
@@ -88,7 +91,10 @@ class Sessions:
                 answer = await self._http.request(method, self.url + path, json=body, headers=self._headers, timeout=60)
                 if answer.status_code < 500:
                     return answer
-            except httpx.HTTPError:
-                pass
+                reason = f"status {answer.status_code}: {answer.text[:200]}"
+            except httpx.HTTPError as error:
+                reason = f"{type(error).__name__}: {error}"
+            if pauses == PAUSES // 2:
+                log.warning("the gateway does not answer %s %s, and is asked again: %s", method, path, reason)
             await asyncio.sleep(PAUSE_S * pauses)
             pauses = min(2 * pauses, PAUSES)
