@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from glm5.parallel.mesh import Mesh, World
+from glm5.train.estimate import estimate
 from glm5.train.loop import Trainer
 from glm5.utils.errors import ConfigError, NumericalError
 from support.parallel import apart, gradients, make
@@ -95,6 +96,20 @@ def _compare(world: World, directory: str) -> tuple[list[str], set[str]]:
             close = isinstance(value, float) and abs(figures[key] - value) <= 1e-4 * abs(value) + 1e-7
             if isinstance(value, float) and key not in apart_by_nature and not close:
                 wrong.append(f"{name}: {key} is {figures[key]}, not {value}")
+        wrong += [] if 0 < figures["exposed_communication"] < 1 else [f"{name}: waits {figures}"]
+        if of.pipeline is not None:
+            wrong += [] if 0 <= figures["bubble"] < 1 else [f"{name}: bubble {figures['bubble']}"]
+            wrong += [] if ("bubble_played" in figures) == (of.config.stage != "warmup") else [f"{name}: bubble played"]
+        else:
+            said = estimate(of.model.config, of.config, 32, device="cpu", mesh=world.mesh)
+            for kind, held in (
+                ("parameters", said.weights),
+                ("gradients", said.gradients),
+                ("optimizer", said.optimizer),
+            ):
+                # Shards are padded to one size, and there are a few counters.
+                close = abs(figures["memory"][kind] * 2**20 - held) <= 0.05 * held
+                wrong += [] if close else [f"{name}: {kind} take {figures['memory'][kind] * 2**20}, not {held}"]
         wrong += [f"{name}: metric {key} is missing" for key in metrics.keys() - figures.keys()]
     return wrong, covered
 

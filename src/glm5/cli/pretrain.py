@@ -150,18 +150,29 @@ def _plain(value: Any) -> str:
 
 def dry_run(config: PretrainConfig) -> None:
     """Print what a resolved configuration's run would be. Reads the corpus, writes nothing."""
+    from glm5.parallel.mesh import Mesh
     from glm5.train.estimate import estimate
     from glm5.train.prepare import collect
     from glm5.utils.files import format_bytes
 
     corpus = collect(config)
-    e = estimate(config.model, config.train, config.seq_len, device=config.device)
+    mesh = Mesh.parse(config.mesh)
+    e = estimate(
+        config.model,
+        config.train,
+        config.seq_len,
+        device=config.device,
+        mesh=mesh,
+        recompute=config.pipeline.recompute,
+        gather_once=config.gather_once,
+    )
     batch = config.train.batch
     rows = f"{batch.final}" if batch.initial == batch.final else f"{batch.initial} to {batch.final}"
     print(f"corpus    {corpus.summary()}")
     print(f"model     {e.parameters:,} parameters, {e.active_parameters:,} active for a token")
     print(f"training  {config.train.steps:,} steps of {rows} rows of {config.seq_len:,}: {e.tokens:,} tokens")
-    parts = ("weights", "gradients", "optimizer", "activations", "logits")
+    parts = ["weights", "gradients", "optimizer", "activations", "logits", *(["gathered"] if mesh.size > 1 else [])]
     listed = ", ".join(f"{name} {format_bytes(getattr(e, name))}" for name in parts)
-    print(f"memory    about {format_bytes(e.total)} on {config.device}: {listed}; the libraries' own comes on top")
+    where = config.device if mesh.size == 1 else f"each of {mesh.size} ranks"
+    print(f"memory    about {format_bytes(e.total)} on {where}: {listed}; the libraries' own comes on top")
     print(f"dry run: nothing was written. Without --dry-run it trains in {config.run}")

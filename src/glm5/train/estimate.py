@@ -2,13 +2,15 @@
 
 States are exact sums over the parameters and their roles. Activations are what the forward pass keeps for the backward
 pass, by a formula for each kind of layer; `tests/train/test_pretrain.py` compares it with what autograd really saves.
-The library's own memory (a few hundred MiB) and short-lived buffers come on top. Nothing is recomputed in this loop,
-unlike in the report's (section 2.4), which `glm5 ledger --training` plans. Read next: `pretrain`.
+The library's own memory (a few hundred MiB) and short-lived buffers come on top. `glm5 ledger --training` plans the
+report's layouts, which recompute every layer (section 2.4). Read next: `pretrain`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import re
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -16,8 +18,9 @@ import torch
 from glm5.kernels.cross_entropy import CHUNK_ELEMENTS
 from glm5.model.config import ModelConfig
 from glm5.model.glm5 import GLM5
+from glm5.parallel.mesh import Mesh
 from glm5.train.config import TrainConfig
-from glm5.train.roles import parameter_roles
+from glm5.train.roles import ParamRole, parameter_roles
 
 
 @dataclass(frozen=True)
@@ -32,42 +35,113 @@ class Estimate:
     optimizer: int
     activations: int
     logits: int
+    gathered: int = 0
 
     @property
     def total(self) -> int:
         """Bytes on the device."""
-        return self.weights + self.gradients + self.optimizer + self.activations + self.logits
+        held = self.weights + self.gradients + self.optimizer
+        return held + self.activations + self.logits + self.gathered
 
 
-def estimate(config: ModelConfig, train: TrainConfig, seq_len: int, *, device: str) -> Estimate:
-    """Of one stage on one device. `tokens`: slots that go through the model in all steps, padding included."""
+def estimate(
+    config: ModelConfig,
+    train: TrainConfig,
+    seq_len: int,
+    *,
+    device: str,
+    mesh: Mesh | None = None,
+    recompute: Sequence[str] = (),
+    gather_once: bool = False,
+) -> Estimate:
+    """Of one stage on each device of a mesh. `tokens`: slots that go through the model in all steps, padding included.
+
+    With pipeline stages it is that of an even share of the layers, and of one micro-batch in flight.
+
+    Args:
+        mesh: None is one device.
+        recompute: parts of layers that keep their input alone; what one layer keeps while it runs again comes on top.
+        gather_once: parameters stay gathered for a step, and gradients whole in fp32.
+    """
+    mesh = Mesh() if mesh is None else mesh
     with torch.device("meta"):
         model = GLM5(config, seed=None)
     bf16 = train.precision == "bf16" or (train.precision == "auto" and device.startswith("cuda"))
-    weights = gradients = optimizer = 0
+    weights = gradients = optimizer = 0.0
+    units: dict[str, float] = defaultdict(float)  # what is gathered together: bytes of a block's share, and of the root
+    wide: dict[str, float] = defaultdict(float)  # elements of their gradients
     for role in parameter_roles(model, config):
-        n = role.parameter.numel()
+        n, ways = _share(role, mesh)
         width = 2 if bf16 and not role.name.endswith("mlp.gate.weight") else 4  # the router stays fp32
-        weights += n * width
+        weights += n * width / ways
+        unit = _unit_of(role.name, config)
+        units[unit] += n * width
         if not (train.trains_indexer if ".indexer." in role.name else train.trains_model):
             continue
-        gradients += n * width
-        optimizer += n * (4 if role.optimizer == "muon" else 8) + (4 * n if width == 2 else 0)
-    rows = min(train.micro_batch, train.batch.final)
-    kept = sum(_kept_elements(config, train, seq_len))
+        wide[unit] += n
+        gradients += n * width / ways
+        optimizer += (n * (4 if role.optimizer == "muon" else 8) + (4 * n if width == 2 else 0)) / ways
+    gathered = 0.0
+    if mesh.data > 1:
+        blocks = sorted((n for unit, n in units.items() if unit), reverse=True)
+        whole = gather_once or mesh.pp > 1
+        # The root's stays for a step; of the blocks one that runs and the next. Gradients are reduced in fp32, two at
+        # a time: what goes in, and what comes out.
+        gathered = sum(units.values()) if whole else units[""] + sum(blocks[:2])
+        gathered += 4 * sum(wide.values()) if whole else 4 * 2 * max(wide.values(), default=0.0)
+    rows = min(train.micro_batch, train.batch.final // mesh.dp)
+    own = rows * seq_len / mesh.cp
+    width = 2 if bf16 else 4
+    kept = list(_kept_elements(config, train, seq_len))
+    if recompute:
+        largest = max(kept[: config.num_hidden_layers])
+        kept[: config.num_hidden_layers] = [_again(config, x, recompute) for x in kept[: config.num_hidden_layers]]
+        kept.append(largest)
+    activations = own * sum(kept) * width / mesh.pp
+    if mesh.cp > 1 and config.attention == "mla":  # every layer keeps the latent rows of all positions, gathered
+        row = config.latent_dim + (config.index_head_dim if train.trains_indexer else 0)
+        layers = 1 if "layer" in recompute or "attention" in recompute else config.num_hidden_layers
+        activations += rows * seq_len * row * width * (layers / mesh.pp + 2)  # and of one the fp32 gradient
     chunk = CHUNK_ELEMENTS["cuda" if device.startswith("cuda") else "cpu"]
     samples = train.batch.seen(train.steps)
+    head = config.vocab_size // mesh.tp
     return Estimate(
         parameters=count_parameters(model),
         active_parameters=_active(model, config),
         tokens=samples * seq_len,
-        weights=weights,
-        gradients=gradients,
-        optimizer=optimizer,
-        activations=round(rows * seq_len * kept * (2 if bf16 else 4)),
+        weights=round(weights),
+        gradients=round(gradients),
+        optimizer=round(optimizer),
+        activations=round(activations),
         # fp32 logits of a chunk and their gradient, and the head's gradient while it is added up.
-        logits=2 * 4 * min(chunk, rows * seq_len * config.vocab_size) + 4 * config.vocab_size * config.hidden_size,
+        logits=round(2 * 4 * min(chunk, own * head) + 4 * head * config.hidden_size),
+        gathered=round(gathered),
     )
+
+
+def _share(role: ParamRole, mesh: Mesh) -> tuple[float, float]:
+    """Elements of a parameter on a rank when it is gathered, and over how many ranks these are then sharded."""
+    n = role.parameter.numel() / mesh.pp
+    if ".experts." in role.name:
+        if mesh.ep == mesh.tp == 1:
+            return n, mesh.sharded
+        return n / mesh.ep, mesh.edp
+    cut = re.search(r"(q_b_proj|kv_b_proj|o_proj|gate_proj|up_proj|down_proj|lm_head)\.weight$", role.name)
+    return n / (mesh.tp if cut else 1), mesh.sharded
+
+
+def _unit_of(name: str, config: ModelConfig) -> str:
+    """The layer whose parameters are gathered with this one; empty for what stays for the whole step."""
+    found = re.match(r"model\.layers\.(\d+)\.", name)
+    return "" if found is None or int(found[1]) >= config.num_hidden_layers else found[1]
+
+
+def _again(config: ModelConfig, kept: float, recompute: Sequence[str]) -> float:
+    """What a layer keeps of a token, of which parts run again."""
+    if "layer" in recompute:
+        return config.hidden_size
+    share = {"attention": 0.5, "feed-forward": 0.5}  # of a layer, about
+    return kept * (1 - sum(share[part] for part in set(recompute))) + config.hidden_size * len(set(recompute))
 
 
 def count_parameters(model: GLM5) -> int:
