@@ -83,7 +83,12 @@ def one_seed(seed: int, directory: Path, args: argparse.Namespace) -> dict[str, 
     )
     tuned = sft(
         SftConfig(
-            str(directory / "base"), (str(talk),), run=str(directory / "sft"), seq_len=128, device="cpu", train=training
+            checkpoint=str(directory / "base"),
+            data=(str(talk),),
+            run=str(directory / "sft"),
+            seq_len=128,
+            device="cpu",
+            train=training,
         ),
         quiet,
     )

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
-from glm5.cli.pretrain import describe
-from glm5.utils.config_io import parse, to_dict
+from glm5.cli.launch import several, spoken_once
+from glm5.cli.pretrain import show
+from glm5.utils.config_io import parse
 
 if TYPE_CHECKING:
     from glm5.posttrain.sft import SftConfig
@@ -14,23 +15,30 @@ if TYPE_CHECKING:
 DESCRIPTION = """Fine-tune a model on conversations: glm5 sft CHECKPOINT --data FILE [FILE=RATIO ...] [options].
 
 A row of a JSONL file is {"messages": [...], "tools": [...]} in OpenAI's form, with reasoning_content for thinking;
-docs/post-training.md says what else it may hold. --train.FIELD changes one field of the training."""
+docs/post-training.md says what else it may hold. --train.FIELD changes one field of the training; --mesh runs it on
+several devices."""
 
 
 def main(argv: Sequence[str]) -> int:
-    """Parse `argv` (without the command's name) and run. Returns 0."""
+    """Parse `argv` (without the command's name) and run. Returns 0, or what a process of several returned."""
+    return spoken_once(lambda say: _main(argv, say))
+
+
+def _main(argv: Sequence[str], say: Callable[[str], None]) -> int:
     from glm5.posttrain.sft import SftConfig, resolve, sft
 
     config, _ = resolve(parse(SftConfig, argv, prog="glm5 sft", description=DESCRIPTION, first="checkpoint"))
-    for line in describe(to_dict(config)):
-        print(line)
     if config.dry_run:
+        show(config, say)
         dry_run(config)
         return 0
-    found = sft(config)
-    print(f"trained   {found.steps:,} steps on {found.tokens:,} learned tokens")
-    print(f"run       {found.run}  (metrics.jsonl, config.json, result.json; `glm5 watch {found.run}` draws it)")
-    print(f"next      glm5 chat {found.model}")
+    if (status := several("sft", config, argv)) is not None:
+        return status
+    show(config, say)
+    found = sft(config, say)
+    say(f"trained   {found.steps:,} steps on {found.tokens:,} learned tokens")
+    say(f"run       {found.run}  (metrics.jsonl, config.json, result.json; `glm5 watch {found.run}` draws it)")
+    say(f"next      glm5 chat {found.model}")
     return 0
 
 

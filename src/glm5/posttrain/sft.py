@@ -6,9 +6,9 @@
     RUN/model/         the result in the public layout
     RUN/result.json    loss on the held-out conversations before and after, and what it took
 
-It is `glm5.train`'s loop on other rows: MTP trains along, on the same masks; nothing sees or predicts another
-conversation. Training at INT4 has its place in front of `Trainer`, where the model's linear layers are to be wrapped.
-Source: report, section 3.1. Read next: `chat_data`, `glm5.train.loop`.
+It is `glm5.train`'s loop on other rows, on one process or the ranks of a mesh: MTP trains along, on the same masks;
+nothing sees or predicts another conversation. Training at INT4 has its place in front of `Trainer`, where the model's
+linear layers are to be wrapped. Source: report, section 3.1. Read next: `chat_data`, `glm5.train.loop`.
 """
 
 from __future__ import annotations
@@ -21,23 +21,25 @@ from glm5.data.mixing import MixedLoader, Source
 from glm5.model.config import ModelConfig
 from glm5.model.glm5 import GLM5
 from glm5.model.weights import load_model
+from glm5.parallel.mesh import World
 from glm5.posttrain.chat_data import ChatData, ChatDataset, TooLong, prepare_chat
 from glm5.text.tokenizer import Tokenizer, load_tokenizer
 from glm5.train.config import TrainConfig
-from glm5.train.evaluate import held_out
+from glm5.train.evaluate import HeldOut, held_out
 from glm5.train.loop import MAY_DIFFER, Trainer
 from glm5.train.prepare import Say
+from glm5.train.ranks import Ranks
 from glm5.train.rows import check_stage
 from glm5.train.schedule import BatchWarmup, LearningRate
-from glm5.train.together import keep_weights
+from glm5.train.together import MESH_MAY_DIFFER, MeshConfig, claimed, keep_weights, measured, together
 from glm5.utils.config_io import to_dict
 from glm5.utils.devices import resolve_device
 from glm5.utils.errors import CheckpointError, ConfigError
-from glm5.utils.files import exclusive, read_json, require_writable, write_json
+from glm5.utils.files import read_json, write_json
 from glm5.utils.runlog import CONFIG, refuse_changes
 
 # What a resumed run may change, beside its stage's `MAY_DIFFER`: where things lie, and how much is measured.
-ALSO_MAY_DIFFER = {"run", "checkpoint", "held_out", "held_out_rows", "dry_run"}
+ALSO_MAY_DIFFER = MESH_MAY_DIFFER | {"run", "checkpoint", "held_out", "held_out_rows", "dry_run"}
 
 
 def sft_training() -> TrainConfig:
@@ -54,7 +56,7 @@ def sft_training() -> TrainConfig:
 
 
 @dataclass(frozen=True)
-class SftConfig:
+class SftConfig(MeshConfig):
     """Fine-tune a model on conversations."""
 
     checkpoint: str = ""
@@ -72,8 +74,6 @@ class SftConfig:
     preserved thinking."""
     too_long: TooLong = "refuse"
     """Conversations longer than a row: refuse the data, or drop and count them."""
-    device: str = "auto"
-    """cpu, cuda or cuda:N; auto is a GPU where there is one."""
     held_out_rows: int | None = None
     """Measure the first so many held-out rows only."""
     dry_run: bool = False
@@ -81,6 +81,8 @@ class SftConfig:
     train: TrainConfig = field(default_factory=sft_training)
 
     def __post_init__(self) -> None:
+        super().__post_init__()
+        self.check_stage_batch("train", self.train)
         paths = [Source.parse(text).path for text in self.data]
         twice = next((p for i, p in enumerate(paths) if p in paths[:i]), None)
         if twice is not None:
@@ -150,37 +152,44 @@ def sft(config: SftConfig, say: Say = print) -> Tuned:
         UserError: see `load_model`, `prepare_chat`, `Trainer` and `Trainer.run`.
     """
     config, shape = resolve(config)
-    run = require_writable(config.run)
-    with exclusive(run / ".sft.lock"):
-        tokenizer = load_tokenizer(config.checkpoint)
-        begun = (run / "checkpoints").exists()
-        if begun:
-            began = read_json(run / CONFIG)  # what differs is said before the data is looked at
-            refuse_changes(began, to_dict(config), MAY_DIFFER | ALSO_MAY_DIFFER | {"stage"})
-        keep_weights(config.checkpoint, run / "weights.json", begun=begun)
-        data = conversations(config, tokenizer, run / "data", begun=begun)
-        dataset = data.dataset(config.seq_len, 1 + config.train.mtp_depths)
-        config = staged(config, shape, dataset)
-        for line in describe(config, data, dataset):
-            say(line)
-        model = load_model(config.checkpoint, device=config.device, dtype="float32")
-        measure = Measure(config, tokenizer, run, begun)
-        measure("before", model, say)
-        trainer = train(config, dataset, model, run)
-        say(f"export    {run / 'model'}")
-        trainer.export(run / "model", tokenizer=tokenizer)
-        measure("after", trainer.model, say)
-        loader = trainer.loader
-        assert isinstance(loader, MixedLoader)
-        result = {
-            "steps": trainer.finished_steps,
-            "tokens": trainer.tokens,
-            "epochs": loader.epochs(trainer.samples),
-            "held_out": measure.loss,
-            "conversations": data.counts,
-        }
-        write_json(run / "result.json", result)
+    tokenizer, run = load_tokenizer(config.checkpoint), Path(config.run)
+    with together(config, run, shape) as world:
+        ranks = Ranks(world)
+        with claimed(run, ".sft.lock", ranks):
+            begun = ranks.from_main((run / "checkpoints").exists)
+            ranks.on_main(lambda: _check_begun(config, run, begun))
+            made = ranks.on_main(lambda: conversations(config, tokenizer, run / "data", begun=begun))
+            data = ranks.together(lambda: made or conversations(config, tokenizer, run / "data", begun=True))
+            dataset = data.dataset(config.seq_len, 1 + config.train.mtp_depths)
+            config = staged(config, shape, dataset)
+            for line in describe(config, data, dataset):
+                say(line)
+            device = config.device if world is None else str(world.device)
+            model = load_model(config.checkpoint, device=device, dtype="float32")
+            measure = Measure(config, tokenizer, run, begun, ranks, say)
+            measure.before(model)
+            trainer = train(config, dataset, model, run, world)
+            say(f"export    {run / 'model'}")
+            trainer.export(run / "model", tokenizer=tokenizer)
+            measure.after(trainer)
+            loader = trainer.loader
+            assert isinstance(loader, MixedLoader)
+            result = {
+                "steps": trainer.finished_steps,
+                "tokens": trainer.tokens,
+                "epochs": loader.epochs(trainer.samples),
+                "held_out": measure.loss,
+                "conversations": data.counts,
+            }
+            ranks.on_main(lambda: write_json(run / "result.json", result))
     return Tuned(run, run / "model", trainer.finished_steps, trainer.tokens, measure.loss, result)
+
+
+def _check_begun(config: SftConfig, run: Path, begun: bool) -> None:
+    """Refuse to go on with another configuration, which is said before the data is looked at, or other weights."""
+    if begun:
+        refuse_changes(read_json(run / CONFIG), to_dict(config), MAY_DIFFER | ALSO_MAY_DIFFER | {"stage"})
+    keep_weights(config.checkpoint, run / "weights.json", begun=begun)
 
 
 def conversations(config: SftConfig, tokenizer: Tokenizer, directory: Path, *, begun: bool) -> ChatData:
@@ -217,38 +226,62 @@ def describe(config: SftConfig, data: ChatData, dataset: ChatDataset) -> list[st
     return lines
 
 
-def train(config: SftConfig, dataset: ChatDataset, model: GLM5, run: Path) -> Trainer:
+def train(config: SftConfig, dataset: ChatDataset, model: GLM5, run: Path, world: World | None) -> Trainer:
     """The training itself, in `run`."""
     check_stage(config.train, model.config, dataset)
     loader = MixedLoader(dataset, {s.path: s.ratio for s in config.sources}, config.train.seed)
-    trainer = Trainer(config.train, model, loader, run)
+    how = (world, config.pipeline, config.gather_once, config.prefetch)
+    trainer = Trainer(config.train, model, loader, run, *how)
     may_differ = {*MAY_DIFFER, *ALSO_MAY_DIFFER}
     trainer.run(resolved=replace(config, dry_run=False), may_differ=may_differ, title="sft")
     return trainer
 
 
 class Measure:
-    """Loss on the held-out conversations, kept in RUN/held-out.json: a resumed run knows it as it was "before"."""
+    """Loss on the held-out conversations, kept in RUN/held-out.json: a resumed run knows it as it was "before".
 
-    def __init__(self, config: SftConfig, tokenizer: Tokenizer, run: Path, begun: bool) -> None:
-        self.config, self.path = config, run / "held-out.json"
+    All ranks call it, and share out the rows.
+    """
+
+    def __init__(self, config: SftConfig, tokenizer: Tokenizer, run: Path, begun: bool, ranks: Ranks, say: Say) -> None:
+        self.config, self.path, self.ranks, self.say = config, run / "held-out.json", ranks, say
         self.data = None
-        self.loss: dict[str, float] = read_json(self.path) if begun and self.path.exists() else {}
+        self.loss: dict[str, float] = ranks.from_main(
+            lambda: read_json(self.path) if begun and self.path.exists() else {}
+        )
         if config.held_out:
-            self.data = prepare_chat(
-                config.held_out,
-                tokenizer,
-                run / "held-out",
-                seq_len=config.seq_len,
-                clear_thinking=config.clear_thinking,
-                too_long=config.too_long,
-                begun=False,
-            ).dataset(config.seq_len, 1)
 
-    def __call__(self, name: str, model: GLM5, say: Say) -> None:
-        if self.data is None or (name == "before" and name in self.loss):
-            return
-        found = held_out(model, self.data, sparse=self.config.train.sparse, max_rows=self.config.held_out_rows)
+            def make() -> ChatData:
+                return prepare_chat(
+                    config.held_out,
+                    tokenizer,
+                    run / "held-out",
+                    seq_len=config.seq_len,
+                    clear_thinking=config.clear_thinking,
+                    too_long=config.too_long,
+                    begun=False,
+                )
+
+            made = ranks.on_main(make)
+            self.data = ranks.together(lambda: made or make()).dataset(config.seq_len, 1)
+
+    def before(self, model: GLM5) -> None:
+        """Of the model that training begins with, whole on every rank."""
+        if self.data is not None and "before" not in self.loss:
+            options: dict[str, Any] = dict(
+                sparse=self.config.train.sparse, max_rows=self.config.held_out_rows, ranks=self.ranks
+            )
+            self._keep("before", held_out(model, self.data, **options))
+
+    def after(self, trainer: Trainer) -> None:
+        """Of what it has made."""
+        if self.data is not None:
+            sparse = self.config.train.sparse
+            self._keep("after", measured(trainer, self.data, self.config.held_out_rows, sparse=sparse))
+
+    def _keep(self, name: str, found: HeldOut) -> None:
         self.loss[name] = found.loss
-        write_json(self.path, self.loss)
-        say(f"held out  {found.loss:.4f} nats a learned token {name} training; {found.accuracy:.1%} are the likeliest")
+        self.ranks.on_main(lambda: write_json(self.path, self.loss))
+        self.say(
+            f"held out  {found.loss:.4f} nats a learned token {name} training; {found.accuracy:.1%} are the likeliest"
+        )
