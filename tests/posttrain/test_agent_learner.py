@@ -19,7 +19,7 @@ from glm5.posttrain.outcome import Outcome, State
 from glm5.posttrain.record import Record
 from glm5.posttrain.store import Store
 from glm5.train.schedule import LearningRate
-from glm5.utils.errors import ConfigError
+from glm5.utils.errors import ConfigError, UserError
 from glm5.utils.runlog import read_metrics
 from support.training import tiny
 
@@ -55,7 +55,13 @@ class Drawers:
         self.weights[version] = now
         self.arrive(version)
 
-    def figures(self) -> dict[str, float]:
+    def begin(self) -> None:
+        pass
+
+    def check(self) -> None:
+        pass
+
+    def figures(self) -> dict[str, Any]:
         return {"engine/idle": 0.25}
 
 
@@ -245,17 +251,26 @@ def test_a_stop_while_it_waits_ends_it_at_once_and_keeps_all(tmp_path: Path) -> 
 
 
 def test_who_waits_hears_that_nothing_will_come(tmp_path: Path) -> None:
-    class Gone(Exception):
-        pass
+    class Broken(Drawers):
+        def check(self) -> None:
+            raise Killed
 
-    def watch() -> None:
-        raise Gone
+    with Store(tmp_path / "t") as store, pytest.raises(Killed):
+        learner(tmp_path / "run", store, Broken()).step(lambda: False)
 
+
+def test_rollouts_that_teach_nothing_for_long_are_an_error(tmp_path: Path) -> None:
     with Store(tmp_path / "t") as store:
         of = learner(tmp_path / "run", store, Drawers())
-        of.watch = watch
-        with pytest.raises(Gone):
+        of.intake = IntakeConfig(GROUPS, patience=3)
+        for group in range(4):
+            store.start(f"g{group}", "sums", [f"{group}"])
+            store.deliver(f"{group}", Outcome.TASK_FAILED, 0.0, [drawn(random.Random(group), 0)])  # noqa: S311
+        with pytest.raises(UserError, match="4 groups in a row teach nothing"):
             of.step(lambda: False)
-    for wrong in (dict(groups=0), dict(max_staleness=-1)):
+
+
+def test_what_cannot_be_is_said() -> None:
+    for wrong in (dict(groups=0), dict(max_staleness=-1), dict(patience=0)):
         with pytest.raises(ConfigError):
             IntakeConfig(**wrong)

@@ -1,5 +1,4 @@
-"""`glm5 rl KIND CHECKPOINT`: a policy learns from verified answers, from rules, a reward model and a judge, or from what
-agents do.
+"""`glm5 rl KIND CHECKPOINT`: learning from verified answers; from rules, a reward model and a judge; from agents.
 
 Read next: `glm5.posttrain.reason`, `glm5.posttrain.general`, `glm5.posttrain.agent_run`.
 """

@@ -15,7 +15,7 @@ from __future__ import annotations
 import statistics
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -29,7 +29,7 @@ from glm5.posttrain.outcome import State, reward_of
 from glm5.posttrain.rows import Trajectory
 from glm5.posttrain.store import Sample, Store
 from glm5.train.drive import Asked
-from glm5.utils.errors import ConfigError
+from glm5.utils.errors import ConfigError, UserError
 
 LEDGER = "trajectories.sqlite"  # in the run's directory
 LOOK_S = 0.02  # how often it is looked for groups
@@ -46,25 +46,38 @@ class IntakeConfig:
     report's τ, whose value it does not give)."""
     baseline: Baseline = "mean"
     """Advantages: R - mean as in the report, (R - mean) / std, or R - mean of the others."""
+    patience: int = 1000
+    """Groups that may teach nothing, one after another, before it is an error: a policy that always fails, or always
+    succeeds, would be asked for ever."""
     reset_optimizer: bool = True
     """Forget the optimizer's state after each push, as the report does."""
 
     def __post_init__(self) -> None:
-        if self.groups < 1:
-            raise ConfigError("groups", self.groups, "must be at least 1")
+        for name in ("groups", "patience"):
+            if getattr(self, name) < 1:
+                raise ConfigError(name, getattr(self, name), "must be at least 1")
         if self.max_staleness < 0:
             raise ConfigError("max_staleness", self.max_staleness, "must be at least 0")
 
 
-class Weights(Protocol):
-    """Where new weights go: `engines.Engines`, or a test's."""
+class Drawers(Protocol):
+    """Whoever draws: engines, agents, and those who bring what they draw to the store. Methods of the learner's
+    thread."""
 
     def push(self, model: GLM5, version: int) -> None:
-        """Give the model's weights, under a version, to whoever draws."""
+        """Give the model's weights, under a version, to all engines."""
         ...
 
-    def figures(self) -> dict[str, float]:
-        """What is to be seen of whoever draws, since the last time this was asked."""
+    def begin(self) -> None:
+        """The engines have their weights: samples may be started."""
+        ...
+
+    def check(self) -> None:
+        """Raises whatever has ended them."""
+        ...
+
+    def figures(self) -> dict[str, Any]:
+        """What is to be seen of them, since the last time this was asked."""
         ...
 
 
@@ -72,8 +85,7 @@ class AgentLearner(Learner):
     """See the module.
 
     Args:
-        ledger: the run's trajectory store; others start and deliver samples. data: see `Learner`.
-        watch: called while it waits for groups; raises if there will be none.
+        ledger: the run's trajectory store, in which `drawers` start and deliver samples. data: see `Learner`.
     """
 
     def __init__(
@@ -86,11 +98,10 @@ class AgentLearner(Learner):
         data: str,
         vocab_size: int,
         ledger: Store,
-        weights: Weights,
-        watch: Callable[[], None] = lambda: None,
+        drawers: Drawers,
     ) -> None:
         super().__init__(config, model, loss, directory, data, vocab_size)
-        self.intake, self.ledger, self.weights, self.watch = intake, ledger, weights, watch
+        self.intake, self.ledger, self.drawers = intake, ledger, drawers
         self.updates = 0
         self._waited = 0.0
         self._worked = 0.0
@@ -118,7 +129,11 @@ class AgentLearner(Learner):
         return {**intake_figures(settled, self.finished_steps), **together(found)}
 
     def _groups(self, stop: Asked) -> Settled | None:
-        """What the next update reads, as soon as enough is there; None if a stop was asked for before."""
+        """What the next update reads, as soon as enough is there; None if a stop was asked for before.
+
+        Raises:
+            UserError: the rollouts teach nothing.
+        """
         began, intake = time.perf_counter(), self.intake
         gone = Settled()
         try:
@@ -135,9 +150,15 @@ class AgentLearner(Learner):
                 gone.dropped += made.dropped
                 if len(made.taken) >= intake.groups:
                     return Settled(made.taken, gone.closed, gone.dropped)
+                if len(gone.dropped) > intake.patience * (1 + len(made.taken)):
+                    states = Counter(str(state) for state in gone.closed.values())
+                    raise UserError(
+                        f"{len(gone.dropped):,} groups in a row teach nothing: {dict(states)}",
+                        "Look at some (`glm5 trajectories`); make the task easier, or fine-tune the model on it first",
+                    )
                 if stop():
                     return None
-                self.watch()
+                self.drawers.check()
                 time.sleep(LOOK_S)
         finally:
             self._waited += time.perf_counter() - began
@@ -153,7 +174,7 @@ class AgentLearner(Learner):
         return Batch(self.rows(trajectories), rollouts)
 
     def push(self) -> None:
-        self.weights.push(self.model, self.finished_steps)
+        self.drawers.push(self.model, self.finished_steps)
 
     def figures(self) -> dict[str, Any]:
         waited, worked = self._waited, self._worked
@@ -163,10 +184,15 @@ class AgentLearner(Learner):
             "time/update": worked,
             "queue/ready": len(self.ledger.ready(4 * self.intake.groups)),
             "updates": self.updates,
-            **self.weights.figures(),
+            **self.drawers.figures(),
         }
 
     # ------------------------------------------------------------------ state
+    def resume(self) -> list[str]:
+        warnings = super().resume()
+        self.drawers.begin()
+        return warnings
+
     def kept(self) -> dict[str, Any]:
         return {"updates": self.updates}
 

@@ -19,6 +19,7 @@ import socket
 import threading
 import time
 from collections.abc import Coroutine, Mapping, Sequence
+from concurrent.futures import Future
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
@@ -69,7 +70,8 @@ class Engines:
         self._thread = threading.Thread(target=self._run, name="engines", daemon=True)
         self._looked = self._busy = 0
         self._before = Stats()
-        self._tasks: list[asyncio.Task[Any]] = []
+        self._servers: list[tuple[uvicorn.Server, asyncio.Task[None]]] = []
+        self._looking: asyncio.Task[None] | None = None
         self.url = ""
         self.seconds = 0.0
 
@@ -113,7 +115,11 @@ class Engines:
 
     def call(self, work: Coroutine[Any, Any, T]) -> T:
         """Do something in the event loop, and wait for it."""
-        return asyncio.run_coroutine_threadsafe(work, self._loop).result()
+        return self.spawn(work).result()
+
+    def spawn(self, work: Coroutine[Any, Any, T]) -> Future[T]:
+        """Do something in the event loop, meanwhile."""
+        return asyncio.run_coroutine_threadsafe(work, self._loop)
 
     async def _start(self) -> None:
         for engine in self._engines.values():
@@ -126,26 +132,36 @@ class Engines:
             await asyncio.sleep(0.5)
         # The first push gives them their version; until then all may be asked.
         self.pool.router.set_version(next(iter(self._engines.values())).weight_version)
-        listening = socket.create_server(("127.0.0.1", 0), backlog=2048)
-        app = create_gateway(self.pool, start=self.pool.start, stop=self.pool.stop)
-        config = uvicorn.Config(app, log_level="warning", ws="none", timeout_graceful_shutdown=5)
-        self._server = uvicorn.Server(config)
-        self._tasks = [
-            asyncio.ensure_future(self._server.serve([listening])),
-            asyncio.ensure_future(self._look()),
-        ]
-        while not self._server.started:
-            if self._tasks[0].done():
-                await self._tasks[0]
+        self.url = await self.serve(create_gateway(self.pool, start=self.pool.start, stop=self.pool.stop))
+        self._looking = asyncio.ensure_future(self._look())
+
+    async def serve(self, app: Any, host: str = "127.0.0.1", port: int = 0) -> str:
+        """Serve an application in the event loop until the end; its address.
+
+        Raises:
+            UserError: the address cannot be listened on.
+        """
+        try:
+            listening = socket.create_server((host, port), backlog=2048)
+        except OSError as error:
+            what = f"cannot listen on {host}:{port}: {error.strerror or error}"
+            raise UserError(what, "Choose another port (0 takes a free one)") from None
+        server = uvicorn.Server(uvicorn.Config(app, log_level="warning", ws="none", timeout_graceful_shutdown=5))
+        serving = asyncio.ensure_future(server.serve([listening]))
+        while not server.started:
+            if serving.done():
+                await serving
             await asyncio.sleep(0.01)
-        self.url = f"http://127.0.0.1:{listening.getsockname()[1]}"
+        self._servers.append((server, serving))
+        return f"http://{host}:{listening.getsockname()[1]}"
 
     async def _stop(self) -> None:
         await self.pool.abort(None)
-        if self._tasks:
-            self._server.should_exit = True
-            self._tasks[1].cancel()
-            await asyncio.gather(*self._tasks, return_exceptions=True)
+        if self._looking is not None:
+            self._looking.cancel()
+        for server, _ in self._servers:
+            server.should_exit = True
+        await asyncio.gather(*(serving for _, serving in self._servers), return_exceptions=True)
         for engine in self._engines.values():
             if isinstance(engine, Runner | HttpEngine):
                 await engine.stop()

@@ -21,7 +21,7 @@ from glm5.model.config import ModelConfig
 from glm5.model.glm5 import GLM5
 from glm5.model.weights import load_model
 from glm5.posttrain.batched import BatchedLearner, digest
-from glm5.posttrain.learner import MAY_DIFFER, LearnConfig
+from glm5.posttrain.learner import MAY_DIFFER, LearnConfig, Learner
 from glm5.posttrain.losses import LossConfig, glm5_reasoning
 from glm5.posttrain.outcome import State
 from glm5.posttrain.page import write_page
@@ -32,7 +32,7 @@ from glm5.posttrain.verify import gym
 from glm5.posttrain.verify.pool import VerifierPool
 from glm5.text.tokenizer import load_tokenizer
 from glm5.train.prepare import Say
-from glm5.train.sparsify import keep_weights
+from glm5.train.together import keep_weights
 from glm5.utils.config_io import to_dict
 from glm5.utils.devices import resolve_device
 from glm5.utils.errors import CheckpointError, ConfigError, DataError
@@ -307,7 +307,7 @@ def learned(
             rollouts = Rollouts(model, tokenizer, config.rollout, pool, seed=config.learn.seed)
             rollouts.refuse_long([*prompts.train, *prompts.held_out])
             learner = make(model, rollouts)
-            measure = Measure(run / "held-out.json", rollouts, prompts.held_out, learner)
+            measure = Measure(run / "held-out.json", lambda: rollouts.success(prompts.held_out), learner)
             if prompts.held_out:
                 learner.measure, learner.measure_every = measure, config.eval_every
             learner.run(resolved=kept, title=title)
@@ -318,12 +318,12 @@ def learned(
 class Measure:
     """Success on held-out prompts by domain, kept by step in a file, so that a resumed run knows how it began."""
 
-    def __init__(self, path: Path, rollouts: Rollouts, prompts: Sequence[Prompt], learner: BatchedLearner) -> None:
-        self.path, self.rollouts, self.prompts, self.learner = path, rollouts, prompts, learner
+    def __init__(self, path: Path, success: Callable[[], dict[str, float]], learner: Learner) -> None:
+        self.path, self.success, self.learner = path, success, learner
         self.found: dict[str, dict[str, float]] = read_json(path) if path.exists() and learner.store.list() else {}
 
     def __call__(self) -> dict[str, Any]:
-        success = self.rollouts.success(self.prompts)
+        success = self.success()
         self.found[str(self.learner.finished_steps)] = success
         write_json(self.path, self.found)
         return {f"held_out/{domain}": value for domain, value in success.items()}

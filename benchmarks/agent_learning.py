@@ -1,0 +1,186 @@
+"""Does an agent learn? Fine-tuning on scripted trajectories, then asynchronous reinforcement learning with a tool.
+
+    python benchmarks/agent_learning.py [--seeds 0,1,2] [--sft-steps 40] [--rl-steps 40] [--out DIR] [--json FILE]
+                                        [--variant whole|retokenised|no-mask|no-bound|no-reset|synchronous ...]
+
+The task is `examples/services/cards.py`: look at hidden cards, one a turn, and name the highest. A model of `nano`'s
+parts (--hidden, --layers and --experts set its size) is fine-tuned, briefly, on what a perfect agent does; then
+`glm5 rl agent` as a function learns from its own rollouts: engine, gateway, orchestrator and learner in this process,
+on a CPU in fp32. Success is that of greedy answers to held-out deals. With --out the runs stay, and the same command
+goes on where it was killed. The table has mean and spread (sample deviation) over the seeds, which draw everything.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import json
+import statistics
+import tempfile
+import time
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from glm5 import GLM5, save_model
+from glm5.model.presets import nano
+from glm5.posttrain.agent import IntakeConfig
+from glm5.posttrain.agent_run import AgentConfig, agent
+from glm5.posttrain.learner import LearnConfig
+from glm5.posttrain.rollout.options import RolloutOptions
+from glm5.posttrain.sft import SftConfig, sft
+from glm5.serve.config import EngineConfig
+from glm5.text import Tokenizer, render
+from glm5.text.messages import messages_from_openai
+from glm5.train.config import TrainConfig
+from glm5.train.schedule import BatchWarmup, LearningRate
+from glm5.utils.runlog import read_metrics
+
+SERVICE = Path(__file__).parents[1] / "examples" / "services" / "cards.py"
+
+
+def cards() -> Any:
+    """The example's module."""
+    spec = importlib.util.spec_from_file_location("cards", SERVICE)
+    assert spec is not None
+    assert spec.loader is not None
+    made = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(made)
+    return made
+
+
+def base(directory: Path, args: argparse.Namespace, seed: int) -> Path:
+    """The fine-tuned model that learning begins with."""
+    task = cards()
+    talk, rows = directory / "talk.jsonl", []
+    for number in range(args.scripts):
+        rows.append({"messages": task.script(seed * 1_000_000 + number)})
+    talk.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    plain = Tokenizer.train([talk.read_text()], 292)  # whatever it is, its text is what the tokenizer must know
+    texts = []
+    for row in rows[:20]:
+        rendered = render(plain, messages_from_openai(row["messages"]))
+        texts.append(plain.decode(list(rendered.ids)))
+    tokenizer = Tokenizer.train(texts, args.vocab)
+    sizes = dict(hidden_size=args.hidden, num_hidden_layers=args.layers, n_routed_experts=args.experts)
+    shape = nano(vocab_size=tokenizer.vocab_size, max_position_embeddings=1024, **sizes)
+    if not (directory / "base").exists():
+        save_model(GLM5(shape, seed=seed), directory / "base", tokenizer=tokenizer)
+    training = TrainConfig(
+        steps=args.sft_steps,
+        batch=BatchWarmup(4, 4, 0),
+        micro_batch=4,
+        lr=LearningRate(args.sft_lr, args.sft_lr / 10, warmup_steps=10),
+        mtp_depths=1,
+        bias_rate=0.0,
+        save_every=10_000,
+        measure_every=10_000,
+        seed=seed,
+    )
+    config = SftConfig(
+        checkpoint=str(directory / "base"),
+        data=(str(talk),),
+        run=str(directory / "sft"),
+        seq_len=args.seq_len,
+        device="cpu",
+        train=training,
+    )
+    return sft(config, lambda _: None).model
+
+
+def config(model: Path, run: Path, args: argparse.Namespace, seed: int) -> AgentConfig:
+    return AgentConfig(
+        checkpoint=str(model),
+        run=str(run),
+        tasks=(f"{SERVICE}:Cards",),
+        engine=EngineConfig(memory_gib=0.2, context=1024, drafts=args.drafts, overlap=False),
+        rollout=RolloutOptions(group=args.group, concurrency=args.concurrency, look_s=0.1),
+        intake=IntakeConfig(groups=args.groups, max_staleness=args.staleness),
+        learn=LearnConfig(
+            steps=args.rl_steps,
+            updates=args.updates,
+            lr=LearningRate(args.lr, args.lr, warmup_steps=2),
+            row_tokens=1024,
+            micro_batch=2,
+            save_every=10,
+            seed=seed,
+        ),
+        device="cpu",
+        eval_every=args.eval_every,
+        eval_rollouts=args.held_out,
+    )
+
+
+def varied(given: AgentConfig, variant: str) -> AgentConfig:
+    """The configuration without one of the mechanisms."""
+    if variant == "no-bound":
+        return replace(given, intake=replace(given.intake, max_staleness=1_000))
+    if variant == "no-reset":
+        return replace(given, intake=replace(given.intake, reset_optimizer=False))
+    if variant == "no-mask":
+        return replace(given, loss=replace(given.loss, clip_low=1.0, clip_high=1e9))
+    if variant == "synchronous":
+        return replace(given, intake=replace(given.intake, max_staleness=0))
+    if variant == "retokenised":
+        return replace(given, intake=replace(given.intake, retokenise=True))
+    return given
+
+
+def one_seed(seed: int, directory: Path, args: argparse.Namespace) -> dict[str, Any]:
+    directory.mkdir(parents=True, exist_ok=True)
+    model = base(directory, args, seed)
+    table: dict[str, Any] = {}
+    for variant in args.variant:
+        began = time.time()
+        found = agent(varied(config(model, directory / variant, args, seed), variant), lambda _: None)
+        records = read_metrics(found.run)
+        table[variant] = {
+            "before": found.held_out["before"]["cards"],
+            "after": found.held_out["after"]["cards"],
+            "curve": {r["step"]: r["held_out/cards"] for r in records if "held_out/cards" in r},
+            "states": found.states,
+            "seconds": time.time() - began,
+            **{name: statistics.fmean([r[name] for r in records if name in r])
+               for name in ("staleness/mean", "idle/trainer", "engine/idle", "is_masked_low", "is_masked_high",
+                            "train_rollout_logprob_abs_diff")},
+        }  # fmt: skip
+        print(f"seed {seed}  {variant:<12} {json.dumps(table[variant])}", flush=True)
+    return table
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--seeds", default="0,1,2")
+    parser.add_argument("--variant", nargs="*", default=["whole"])
+    for name, default in (
+        ("sft-steps", 40), ("rl-steps", 40), ("scripts", 400), ("vocab", 310), ("hidden", 128), ("layers", 2),
+        ("experts", 4), ("seq-len", 128), ("group", 8), ("groups", 8), ("updates", 1), ("staleness", 3),
+        ("concurrency", 64), ("drafts", 0), ("held-out", 100), ("eval-every", 10),
+    ):  # fmt: skip
+        parser.add_argument(f"--{name}", type=int, default=default)
+    parser.add_argument("--sft-lr", type=float, default=3e-3)
+    parser.add_argument("--lr", type=float, default=5e-4)
+    parser.add_argument("--out", help="keep the runs here, and go on from what is there")
+    parser.add_argument("--json", help="write the figures here")
+    args = parser.parse_args()
+    torch.set_num_threads(1)
+    found = []
+    for seed in map(int, args.seeds.split(",")):
+        with tempfile.TemporaryDirectory() as scratch:
+            found.append(one_seed(seed, Path(args.out or scratch) / f"seed-{seed}", args))
+    print(f"\n{'variant':<14}{'before':>18}{'after':>18}")
+    for variant in found[0]:
+        cells = []
+        for name in ("before", "after"):
+            values = [table[variant][name] for table in found]
+            spread = statistics.stdev(values) if len(values) > 1 else 0.0
+            cells.append(f"{statistics.mean(values):.3f} ± {spread:.3f}")
+        print(f"{variant:<14}" + "".join(f"{cell:>18}" for cell in cells))
+    if args.json:
+        Path(args.json).write_text(json.dumps({"arguments": vars(args), "seeds": found}, indent=1))
+
+
+if __name__ == "__main__":
+    main()

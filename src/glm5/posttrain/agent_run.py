@@ -1,0 +1,342 @@
+"""`glm5 rl agent` as a function: engines, gateway, orchestrator, task services and learner, on one machine.
+
+    learner (this thread) <- RUN/trajectories.sqlite <- orchestrator <- task services, here or elsewhere
+         \\-> weights -> engines, here or elsewhere <- gateway <- agents
+
+All but the learner run in one event loop (`engines`) and in the engine's own thread. Nothing waits for anything else
+but for room: the orchestrator never has more samples open than the learner takes within its bound of staleness. A run
+that was killed goes on when the same command is given again; rollouts that were under way are run anew. With
+`intake.max_staleness=0` it is the synchronous loop, in which each batch waits for its slowest rollout. Source: report,
+sections 3.3, 3.6 and 4.1. Read next: `agent`, `engines`, `glm5.posttrain.rollout.orchestrator`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import importlib
+import importlib.util
+import json
+import math
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import httpx
+
+from glm5.agents.protocol import Rollout
+from glm5.agents.service import TaskService
+from glm5.model.config import ModelConfig
+from glm5.model.glm5 import GLM5
+from glm5.model.weights import load_model
+from glm5.posttrain.agent import LEDGER, AgentLearner, IntakeConfig
+from glm5.posttrain.engines import Engines, InFlight
+from glm5.posttrain.learner import LearnConfig
+from glm5.posttrain.losses import LossConfig, glm5_agentic
+from glm5.posttrain.outcome import reward_of
+from glm5.posttrain.reason import HELD_OUT_SEED, Measure, begin, model_config
+from glm5.posttrain.rollout.desk import create_desk
+from glm5.posttrain.rollout.options import RolloutOptions
+from glm5.posttrain.rollout.orchestrator import Orchestrator
+from glm5.posttrain.rollout.sample import seed_of
+from glm5.posttrain.rollout.sessions import Sessions
+from glm5.posttrain.store import Store
+from glm5.serve.config import EngineConfig
+from glm5.text.tokenizer import Tokenizer, load_tokenizer
+from glm5.train.prepare import Say
+from glm5.utils.devices import resolve_device
+from glm5.utils.errors import ConfigError, UserError
+from glm5.utils.files import exclusive, require_writable, write_json
+
+GREEDY = 1e-4  # a temperature at which the likeliest id is drawn; sessions have none of 0
+FIRST_S = 60.0  # a task must be there after so long, or held-out figures would be of none
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """Of every session, whatever its agent asks for."""
+
+    temperature: float = 1.0
+    """Of the draws; the trainer repeats it."""
+    top_p: float = 1.0
+    """Draw from the likeliest ids of so much probability together; the trainer repeats the sets."""
+    top_k: int = 0
+    """Draw from so many of the likeliest ids; 0 is all."""
+
+    def __post_init__(self) -> None:
+        if not 0 < self.temperature <= 100:
+            raise ConfigError("temperature", self.temperature, "must be above 0: greedy answers teach nothing")
+
+
+@dataclass(frozen=True)
+class AgentConfig:
+    """Asynchronous reinforcement learning of agents."""
+
+    checkpoint: str = ""
+    """The model to begin with: a directory in the public layout, with its tokenizer."""
+    run: str = "runs/agent"
+    """Directory of the run. An interrupted run goes on when the same command is given again."""
+    tasks: tuple[str, ...] = ()
+    """Task services to run in this process: FILE.py:Class or module:Class, of `glm5.agents.service.TaskService`."""
+    desk: str = ""
+    """HOST:PORT where task services elsewhere register; without it only `tasks` are there."""
+    engines: tuple[str, ...] = ()
+    """Addresses of engines (`glm5 serve`), which must see the run's directory; without any, one runs in this
+    process."""
+    engine: EngineConfig = field(default_factory=lambda: EngineConfig(overlap=False))
+    """Of the engine in this process."""
+    in_flight: InFlight = "renew"
+    """What a push does to answers under way: renew reads what they have so far anew, under the new weights, so that
+    each token is drawn from exactly the weights that it names; keep goes on with the old cache."""
+    sampling: Sampling = field(default_factory=Sampling)
+    rollout: RolloutOptions = field(default_factory=RolloutOptions)
+    """Its max_staleness and samples_per_version follow from `intake` and `learn`."""
+    intake: IntakeConfig = field(default_factory=IntakeConfig)
+    learn: LearnConfig = field(default_factory=LearnConfig)
+    loss: LossConfig = field(default_factory=glm5_agentic)
+    device: str = "auto"
+    """cpu, cuda or cuda:N, for learner and engine; auto is a GPU where there is one."""
+    eval_every: int = 0
+    """Steps between measurements of held-out prompts of every task, which are also measured before and after."""
+    eval_rollouts: int = 0
+    """Held-out prompts of each task, with greedy answers; 0 measures none."""
+
+    def __post_init__(self) -> None:
+        for name in ("eval_every", "eval_rollouts"):
+            if getattr(self, name) < 0:
+                raise ConfigError(name, getattr(self, name), "must be at least 0")
+        if self.desk and not self.desk.rpartition(":")[2].isdecimal():
+            raise ConfigError("desk", self.desk, "must be HOST:PORT")
+
+
+@dataclass(frozen=True)
+class Learned:
+    """What came of it. held_out: success by task "before" and "after". states: samples by what became of them."""
+
+    run: Path
+    model: Path
+    steps: int
+    held_out: dict[str, dict[str, float]]
+    states: dict[str, int]
+
+
+def resolve(config: AgentConfig) -> tuple[AgentConfig, ModelConfig]:
+    """The configuration with all that follows from it, and the model's own.
+
+    Raises:
+        UserError: the checkpoint cannot be used, there is no task, or fields contradict each other.
+    """
+    model = model_config(config.checkpoint, "glm5 rl agent")
+    if not config.tasks and not config.desk:
+        raise ConfigError("tasks", (), "must name a task service, or desk an address where some will register")
+    taken = config.learn.updates * config.intake.groups * config.rollout.group
+    follows = {"max_staleness": config.intake.max_staleness, "samples_per_version": taken}
+    for name, value in follows.items():
+        given = getattr(config.rollout, name)
+        if given not in (getattr(RolloutOptions(), name), value):
+            raise ConfigError(f"rollout.{name}", given, f"follows from intake and learn, and is {value}")
+    rollout = replace(config.rollout, seed=config.learn.seed, **follows)
+    return replace(config, rollout=rollout, device=resolve_device(config.device)), model
+
+
+def load_tasks(names: Sequence[str]) -> list[TaskService]:
+    """The services of these names, one each.
+
+    Raises:
+        UserError: one cannot be found, or is none.
+    """
+    return [_load(name) for name in names]
+
+
+def _load(name: str) -> TaskService:
+    place, colon, of = name.rpartition(":")
+    if not colon or not place:
+        raise ConfigError("tasks", name, "must be FILE.py:Class or module:Class")
+    try:
+        if place.endswith(".py"):
+            spec = importlib.util.spec_from_file_location(Path(place).stem, place)
+            assert spec is not None
+            assert spec.loader is not None
+            module = importlib.util.module_from_spec(spec)
+            spec.loader.exec_module(module)
+        else:
+            module = importlib.import_module(place)
+    except (ImportError, FileNotFoundError) as error:
+        raise ConfigError("tasks", name, f"must be importable: {error}") from None
+    made = getattr(module, of, None)
+    if not (isinstance(made, type) and issubclass(made, TaskService)):
+        raise ConfigError("tasks", name, f"must be a TaskService: {place} has no such class {of}")
+    return made()
+
+
+class Field:
+    """`agent.Drawers`: engines, gateway and orchestrator of a run. Use it in a `with` block.
+
+    Args:
+        engines: not yet entered. services: to be hosted in this process.
+    """
+
+    def __init__(self, config: AgentConfig, engines: Engines, store: Store, services: Sequence[TaskService]) -> None:
+        self.config, self.engines, self.store, self.services = config, engines, store, services
+        sampling = config.sampling
+        self._sampling = {k: v for k, v in vars(sampling).items() if v != getattr(_PLAIN, k) or k == "temperature"}
+        self._running: Future[None] | None = None
+        self._held = 0.0
+
+    def __enter__(self) -> Field:
+        self.engines.__enter__()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        if self._running is not None:
+            self._running.cancel()
+            self.engines.call(self._ended())
+        self.engines.__exit__(*error)
+
+    async def _ended(self) -> None:
+        """Give the orchestrator time to let go of what runs."""
+        await self._orchestrator.close()
+
+    # ------------------------------------------------------------------ of the learner
+    def push(self, model: GLM5, version: int) -> None:
+        self.engines.push(model, version)
+
+    def begin(self) -> None:
+        self._running = self.engines.spawn(self._run())
+        self.engines.call(self._host())
+
+    def check(self) -> None:
+        if self._running is not None and self._running.done():
+            self._running.result()
+            raise UserError("the orchestrator has ended", "Look at what it says")
+
+    def figures(self) -> dict[str, Any]:
+        return {**self.engines.figures(), "rollouts": self.engines.call(self._snapshot())}
+
+    # ------------------------------------------------------------------ in the event loop
+    async def _run(self) -> None:
+        self._orchestrator = Orchestrator(
+            self.store, self.engines.url, self.config.rollout, sampling=self._sampling, http=_client()
+        )
+        await self._orchestrator.run()
+
+    async def _host(self) -> None:
+        while not hasattr(self, "_orchestrator"):
+            await asyncio.sleep(0.01)
+        for service in self.services:
+            await self._orchestrator.host(service)
+        if self.config.desk:
+            host, _, port = self.config.desk.rpartition(":")
+            await self.engines.serve(create_desk(self._orchestrator), host or "127.0.0.1", int(port))
+
+    async def _snapshot(self) -> dict[str, Any]:
+        return self._orchestrator.figures.snapshot(self._orchestrator, time.time())
+
+    # ------------------------------------------------------------------ held-out prompts
+    def success(self, count: int) -> dict[str, float]:
+        """Mean reward of greedy answers to so many held-out prompts, by task. Rollouts of the run go on meanwhile."""
+        return self.engines.call(self._success(count))
+
+    async def _success(self, count: int) -> dict[str, float]:
+        tasks = self._orchestrator.services
+        deadline = time.monotonic() + FIRST_S
+        while not tasks.known and time.monotonic() < deadline:
+            await asyncio.sleep(0.1)
+        sampling = {**self._sampling, "temperature": GREEDY}
+        async with _client() as http:
+            sessions = Sessions(self.engines.url, http, sampling=sampling)
+            found: dict[str, list[float]] = {}
+            gate = asyncio.Semaphore(32)
+
+            async def one(task: str, index: int) -> None:
+                async with gate:
+                    name = f"held-{task}-{index}.{time.monotonic_ns()}"
+                    asked = Rollout(
+                        sample=name,
+                        group=name,
+                        task=task,
+                        index=index,
+                        member=0,
+                        attempt=0,
+                        seed=seed_of(self.config.learn.seed + HELD_OUT_SEED, task, index),
+                        session=name,
+                        base_url=sessions.base_url(name),
+                        time_s=tasks.known[task].offer.timeout_s,
+                        begun=await sessions.begin(name),
+                    )
+                    told = await tasks.ask(asked)
+                    await tasks.end(task, name)
+                    await sessions.end(name)
+                    reward = reward_of(told.outcome, told.reward)
+                    if reward is not None:
+                        found.setdefault(task, []).append(reward)
+
+            await asyncio.gather(*(one(task, i) for task in list(tasks.known) for i in range(count)))
+        return {task: math.fsum(rewards) / len(rewards) for task, rewards in found.items()}
+
+
+_PLAIN = Sampling()
+
+
+def _client() -> httpx.AsyncClient:
+    return httpx.AsyncClient(timeout=600, limits=httpx.Limits(max_connections=None, max_keepalive_connections=256))
+
+
+def agent(
+    config: AgentConfig,
+    say: Say = print,
+    *,
+    services: Sequence[TaskService] = (),
+    on_step: Callable[[AgentLearner], None] | None = None,
+) -> Learned:
+    """Learn, export and measure; goes on where an earlier start of the same run ended.
+
+    Args:
+        services: to be hosted beside those that `config.tasks` names. on_step: as `Learner.run` has it.
+
+    Raises:
+        UserError: see `resolve`, `load_tasks`, `Engines` and `Learner.run`.
+    """
+    if services and not config.tasks:
+        config = replace(config, tasks=tuple(f"{type(s).__module__}:{type(s).__name__}" for s in services))
+    else:
+        services = [*services, *load_tasks(config.tasks)]
+    config, shape = resolve(config)
+    run = require_writable(config.run)
+    with exclusive(run / ".rl.lock"):
+        begin(run, config.checkpoint, config)
+        tokenizer = load_tokenizer(config.checkpoint)
+        model = load_model(config.checkpoint, device=config.device, dtype="float32")
+        say(f"tasks     {', '.join(s.name for s in services) or 'those that register'}")
+        with (
+            Store(run / LEDGER) as store,
+            Field(config, _engines(config, model, tokenizer, shape), store, services) as of,
+        ):
+            if config.desk:
+                say(f"desk      task services register at http://{config.desk}")
+            vocab = min(shape.vocab_size, tokenizer.vocab_size)
+            digest = hashlib.sha256(json.dumps(sorted(config.tasks)).encode()).hexdigest()
+            learner = AgentLearner(config.learn, config.intake, model, config.loss, run, digest, vocab, store, of)
+            measure = Measure(run / "held-out.json", lambda: of.success(config.eval_rollouts), learner)
+            if config.eval_rollouts:
+                learner.measure, learner.measure_every = measure, config.eval_every
+            learner.run(
+                resolved=config, title="agent", may_differ={"desk", "engines", "engine"},
+                on_step=None if on_step is None else lambda of: on_step(learner),
+            )  # fmt: skip
+            path = learner.export(tokenizer)
+            states = {state: n for state, n in store.counts().by_status.items() if n}
+        found = Learned(run, path, learner.finished_steps, measure.ends(), states)
+        write_json(run / "result.json", {"steps": found.steps, "held_out": found.held_out, "states": found.states})
+    return found
+
+
+def _engines(config: AgentConfig, model: GLM5, tokenizer: Tokenizer, shape: ModelConfig) -> Engines:
+    if not config.engines:
+        return Engines.local(model, tokenizer, config.engine, in_flight=config.in_flight)
+    context = config.engine.context or shape.max_position_embeddings
+    directory = Path(config.run) / "pushed"
+    return Engines.remote(config.engines, tokenizer, context, directory, in_flight=config.in_flight)
