@@ -34,6 +34,8 @@ if verb == "run":
     sys.stdin.read()
 elif verb == "exec":
     text = " ".join(sys.argv)
+    if "reward.json" in text:
+        sys.exit(1)
     if "reward.txt" in text:
         print("1")
     if "as the agent" in text:
@@ -78,7 +80,7 @@ def test_the_words_of_a_trial(stand_in: Path, tmp_path: Path) -> None:
         assert trial.act("echo as the agent").stdout == b"done\n"
         assert trial.judge() == Judged(Outcome.OK, 1.0)
         trial.act("ls")
-    info, build, run, act, kill, renew, put, verify, read, remove, again = calls(stand_in)
+    info, build, run, act, kill, renew, put, verify, none, read, remove, again = calls(stand_in)
     assert info[0] == "info"
     assert build[:3] == ["build", "--quiet", "--tag"]
     assert build[-1] == str(tmp_path / "task/environment")
@@ -107,6 +109,7 @@ def test_the_words_of_a_trial(stand_in: Path, tmp_path: Path) -> None:
     assert put == ["cp", "-", f"{name}:/tests"]
     assert "KEY=k" in verify
     assert "--user" not in verify
+    assert "/logs/verifier/reward.json" in none
     assert "/logs/verifier/reward.txt" in read
     assert remove[-3:] == ["/tests", "/solution", "/logs"]  # an agent that goes on must not read them
     assert again[-1] == "ls"
@@ -220,6 +223,27 @@ def test_a_task_in_its_image(podman: Engine, tmp_path: Path) -> None:
         assert trial.act("ls -A /srv").stdout == b"in\nverifier\n"  # no link was followed
         trial.act("touch done")
         assert trial.judge().reward == 1.0
+
+
+def test_a_verifier_in_its_own_container(podman: Engine, tmp_path: Path) -> None:
+    """What the agent did to the system does not reach it; declared artifacts do, and no links among them."""
+    toml = 'artifacts = ["/srv/in"]\n[verifier]\nenvironment_mode = "separate"\n'
+    task_of(tmp_path, toml)
+    (tmp_path / "tests/Dockerfile").write_text(f"FROM {images.NAME}\nCOPY . /tests/\n")
+    (tmp_path / "tests/test.sh").write_text(
+        "cd /srv/in; test -e done && test ! -e link && test -e /logs/artifacts/more && test ! -e /etc/system\n"
+        "echo $((1 - $?)) > /logs/verifier/reward.txt\n"
+    )
+    task, where = read_task(tmp_path), InContainer(podman)
+    with Trial(task, where) as trial:
+        trial.act("touch done /logs/artifacts/more; ln -s /tests link; ls /tests")
+        assert trial.act("ls -d /tests").stdout == b""
+        assert trial.judge().reward == 1.0
+        trial.act("rm done; for p in /bin/* /usr/bin/*; do test -f $p && echo 'exit 0' > $p; done")
+        assert trial.judge().reward == 0.0
+    (tmp_path / "tests/Dockerfile").unlink()  # then it is a fresh copy of the agent's image, with the tests laid in
+    (tmp_path / "tests/test.sh").write_text(VERIFY)
+    assert solve(task, where).outcome is Outcome.OK
 
 
 def test_limits(podman: Engine) -> None:

@@ -28,6 +28,38 @@ def test_a_task_and_its_defaults(tmp_path: Path) -> None:
     assert (task.agent_s, task.verifier_s, task.memory_bytes) == (600, 12, 64 << 20)
     assert (task.verifier_environment, task.metadata) == ({"KEY": "value"}, {"tags": ["x"]})
     assert task.image().workdir == "/app"
+    assert (task.network, task.allowlist, task.separate, task.artifacts, task.agent_user) == (
+        True,
+        False,
+        False,
+        (),
+        None,
+    )
+
+
+def test_what_containers_alone_hold(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    toml = """
+        artifacts = ["/srv/out", { source = "/srv/log.txt" }]
+        [agent]
+        user = 1000
+        network_mode = "no-network"
+        [verifier]
+        user = "judge"
+        env = { KEY = "a${GLM5_SET}b", OTHER = "${GLM5_NOT_SET:-c}" }
+        [verifier.environment]
+        docker_image = "them/judge:1"
+        [environment]
+        cpus = 0.5
+        workdir = "/srv"
+        network_mode = "public"
+    """
+    monkeypatch.setenv("GLM5_SET", "-")
+    task = read_task(make(tmp_path / "hello", toml))
+    assert task.artifacts == ("/srv/out", "/srv/log.txt")
+    assert (task.separate, task.verifier_image) == (True, "them/judge:1")
+    assert (task.agent_user, task.verifier_user, task.cpus, task.workdir) == ("1000", "judge", 0.5, "/srv")
+    assert task.verifier_environment == {"KEY": "a-b", "OTHER": "c"}
+    assert task.network is False  # the strictest of what is asked for
 
 
 @pytest.mark.parametrize(
@@ -41,7 +73,15 @@ def test_a_task_and_its_defaults(tmp_path: Path) -> None:
         ("[environment]\ngpus = 1", "no GPU"),
         ("[verifier]\nenv = { A = 1 }", "verifier.env: must be a table of texts"),
         ("[[steps]]\nname = 'one'", "several steps"),
-        ("[verifier]\nenvironment_mode = 'separate'", "its own container"),
+        ("[verifier]\nenvironment_mode = 'else'", "environment_mode='else'"),
+        ("[verifier]\nenvironment_mode = 'shared'\n[verifier.environment]\ncpus = 1", "environment_mode='shared'"),
+        ("[environment.healthcheck]\ncommand = 'true'", "environment.healthcheck: health checks"),
+        ("[environment]\nos = 'windows'", "only Linux"),
+        ("[environment]\nnetwork_mode = 'private'", "network_mode='private': is not known"),
+        ("[environment.env]\nA = '${GLM5_NO_SUCH_VARIABLE}'", r"\$\{GLM5_NO_SUCH_VARIABLE\} is not set"),
+        ("artifacts = ['out.txt']", "Only absolute|absolute path"),
+        ("artifacts = ['/a/../b']", "absolute path"),
+        ("artifacts = [{ source = '/a', service = 'db' }]", "Only absolute paths"),
         ("a = [", "task.toml is no TOML"),
     ],
 )

@@ -43,6 +43,10 @@ def trial_of(directory: Path, verifier: str, docker: str = "FROM x\nWORKDIR /app
         ("echo 0.25 > /logs/verifier/reward.txt", 0.25),
         ("echo '{\"reward\": 1}' > /logs/verifier/reward.json", 1.0),
         ("echo '{\"tests\": 0.5}' > /logs/verifier/reward.json; exit 3", 0.5),
+        ('echo 0 > /logs/verifier/reward.txt; echo \'{"a": 0.5, "reward": 1}\' > /logs/verifier/reward.json', 1.0),
+        ('echo \'{"a": 0.5, "b": 1}\' > /logs/verifier/reward.json', None),
+        ("echo '{}' > /logs/verifier/reward.json", None),
+        ("head -c 900000 /dev/zero | tr '\\0' '[' > /logs/verifier/reward.json", None),
         ("true", None),
         ("kill -9 $$", None),
         ("echo nan > /logs/verifier/reward.txt", None),
@@ -64,6 +68,12 @@ def test_a_verifier_that_hangs(tmp_path: Path) -> None:
     judged = trial_of(tmp_path, "sleep 100", toml="[verifier]\ntimeout_sec = 0.5")
     assert judged.outcome is Outcome.VERIFIER_NO_VERDICT
     assert "wall_time" in judged.detail
+
+
+def test_a_verifier_of_its_own_needs_containers(tmp_path: Path) -> None:
+    judged = trial_of(tmp_path, "true", toml="[verifier]\nenvironment_mode = 'separate'")
+    assert (judged.outcome, judged.reward) == (Outcome.ENV_CRASH, None)
+    assert "Run it in containers" in judged.detail
 
 
 def test_an_environment_that_breaks(tmp_path: Path) -> None:

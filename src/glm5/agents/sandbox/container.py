@@ -20,7 +20,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Literal
 
-from glm5.agents.sandbox.files import pack, read_tree
+from glm5.agents.sandbox.files import pack, read_tree, unpack
 from glm5.agents.sandbox.host import SandboxError
 from glm5.agents.sandbox.limits import MIB, Finished, Limits, readable
 from glm5.agents.sandbox.pipes import converse
@@ -220,6 +220,28 @@ class Container:
         size = str(min(limit, self.limits.output_bytes // 2))
         done = self.run(["sh", "-c", line, path, size], wall_s=30, cwd="/", user="0")
         return done.stdout if done.ok else None
+
+    def take(self, path: str, limit: int = 256 * MIB) -> dict[str, tuple[bytes, int]] | None:
+        """A file, or the files below a directory, named from its parent; None where there is nothing.
+
+        Links and all that is no file are left out, as are rights beyond reading, writing and running.
+
+        Raises:
+            Spoiled: there are more bytes than `limit`.
+        """
+        words = [self.engine.name, "cp", f"{self.name}:{path}", "-"]
+        try:
+            process = subprocess.Popen(
+                words, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, start_new_session=True
+            )
+        except (OSError, ValueError) as e:
+            raise SandboxError(f"{self.engine.name} cannot be run: {e}", f"Install {self.engine.name}") from None
+        ending, out, _ = converse(process, b"", time.monotonic() + _CALL_S, 2 * limit, most=limit)
+        if ending == "wall_time":
+            raise EngineTimeout(f"{self.engine.name} cp took over {_CALL_S:g} s", "See what the host does")
+        if ending == "output":
+            raise Spoiled(f"{path} has more than {limit} bytes", "Keep artifacts small")
+        return unpack(out.bytes) if process.returncode == 0 else None
 
     def renew(self, *directories: str) -> None:
         """Make directories at the root anew, empty, whatever lies there, links too. Raises Spoiled, SandboxError."""

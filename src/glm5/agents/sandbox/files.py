@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import posixpath
 import tarfile
 from collections.abc import Mapping
 from pathlib import Path
@@ -34,3 +35,15 @@ def pack(files: Mapping[str, tuple[bytes, int]]) -> bytes:
             entry.size, entry.mode = len(data), mode
             tar.addfile(entry, io.BytesIO(data))
     return packed.getvalue()
+
+
+def unpack(data: bytes) -> dict[str, tuple[bytes, int]]:
+    """The plain files of a tar archive. What is none, and what would lie elsewhere, is left out."""
+    found = {}
+    with tarfile.open(fileobj=io.BytesIO(data)) as tar:
+        for entry in tar:
+            name = posixpath.normpath(entry.name)
+            content = tar.extractfile(entry) if entry.isfile() else None
+            if content is not None and not name.startswith(("/", "..")):
+                found[name] = (content.read(), entry.mode & 0o777)
+    return found

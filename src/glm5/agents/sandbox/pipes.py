@@ -38,9 +38,11 @@ class Kept:
 
 
 def converse(
-    process: subprocess.Popen[bytes], stdin: bytes, deadline: float, kept: int
+    process: subprocess.Popen[bytes], stdin: bytes, deadline: float, kept: int, most: int | None = None
 ) -> tuple[Literal["exited", "wall_time", "output"], Kept, Kept]:
     """Write `stdin`, read both outputs until the process ends, its time is up (monotonic) or it floods; then kill it.
+
+    It floods when it has written more than `most` bytes, by default `FLOOD` times what is kept.
 
     Whoever holds the other ends of the pipes after the process itself is dead is not waited for.
     """
@@ -78,7 +80,7 @@ def converse(
                         sinks[key.fileobj].add(data)  # type: ignore[index]
                     else:
                         selector.unregister(key.fileobj)
-                if max(out.total, err.total) > FLOOD * kept:
+                if max(out.total, err.total) > (FLOOD * kept if most is None else most):
                     ending = "output"
                     break
             if ending == "exited":

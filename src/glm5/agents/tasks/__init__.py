@@ -5,8 +5,9 @@ A task is a directory: `instruction.md` for the agent, `task.toml` with limits, 
 Source: the report's section 4.2; the format is Harbor's. Read next: `harbor`, `places`, `trial`.
 """
 
+from glm5.agents.tasks.contained import InContainer
 from glm5.agents.tasks.harbor import Task, TaskError, read_task, read_tasks
-from glm5.agents.tasks.places import InContainer, InSandbox
+from glm5.agents.tasks.places import InSandbox
 from glm5.agents.tasks.trial import AgentTimeout, Judged, Trial, attempt, solve
 
 __all__ = ["AgentTimeout", "InContainer", "InSandbox", "Judged", "Task", "TaskError", "Trial", "attempt"]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import os
+import posixpath
 import re
 import tomllib
 from collections.abc import Mapping
@@ -35,6 +36,8 @@ class Task:
         workdir: where commands start, in place of what the Dockerfile says.
         cpus: None: not bounded.
         network: whether it asks for one; allowlist: for some addresses of it only.
+        separate: whether the verifier has a container of its own. verifier_image: the one for it, if it is named.
+        artifacts: absolute paths that are handed on to it.
         agent_user, verifier_user: whose commands are run, in a container.
         environment, verifier_environment, solution_environment: variables for all commands, the verifier, the solution.
         metadata: whatever `[metadata]` holds.
@@ -53,6 +56,9 @@ class Task:
     disk_bytes: int
     network: bool
     allowlist: bool
+    separate: bool
+    verifier_image: str
+    artifacts: tuple[str, ...]
     agent_user: str | None
     verifier_user: str | None
     environment: Mapping[str, str]
@@ -90,7 +96,6 @@ _NOT_HERE = {
     "environment.mcp_servers": "MCP servers are not started here",
     "environment.skills_dir": "agents' skills are not laid out here",
     "environment.healthcheck": "health checks are not made here",
-    "verifier.environment": "a verifier in its own container is not run here",
     "verifier.collect": "nothing is collected for the verifier here",
 }
 
@@ -111,11 +116,17 @@ def read_task(directory: Path) -> Task:
             raise TaskError(f"{directory}: {name}: {reason}", "Run the task with Harbor itself")
     if fields.get("environment.os", "linux") != "linux":
         raise TaskError(f"{directory}: environment.os: only Linux is run here", "Run the task with Harbor itself")
-    if fields.get("verifier.environment_mode", "shared") != "shared":
-        raise TaskError(f"{directory}: a verifier in its own container is not run here", "Run it with Harbor itself")
-    for compose in ("docker-compose.yaml", "docker-compose.yml"):
-        if (directory / "environment" / compose).exists():
-            raise TaskError(f"{directory}: environment/{compose}: several containers are not run here", "Use Harbor")
+    for name in ("environment", "tests"):
+        for compose in ("docker-compose.yaml", "docker-compose.yml"):
+            if (directory / name / compose).exists():
+                raise TaskError(f"{directory}: {name}/{compose}: several containers are not run here", "Use Harbor")
+    own = bool(fields.get("verifier.environment", {}))
+    verifying = fields.text("verifier.environment_mode") or ("separate" if own else "shared")
+    if verifying not in ("shared", "separate") or (own and verifying == "shared"):
+        raise TaskError(
+            f"{directory}: verifier.environment_mode={verifying!r}",
+            "It is shared, or separate, and where verifier.environment is given always separate",
+        )
     docker_image = fields.text("environment.docker_image") or ""
     if not (directory / "environment" / "Dockerfile").is_file() and not docker_image:
         raise TaskError(f"{directory} has neither environment/Dockerfile nor environment.docker_image", "Add one")
@@ -134,6 +145,9 @@ def read_task(directory: Path) -> Task:
         disk_bytes=int(fields.number("environment.storage_mb", 256)) * MIB,
         network=mode != "no-network",
         allowlist=mode == "allowlist",
+        separate=verifying == "separate",
+        verifier_image=fields.text("verifier.environment.docker_image") or "",
+        artifacts=fields.artifacts(),
         agent_user=fields.text("agent.user"),
         verifier_user=fields.text("verifier.user"),
         environment=fields.variables("environment.env"),
@@ -179,6 +193,22 @@ class _Fields:
         if value is not None and (isinstance(value, bool) or not isinstance(value, str | int) or value == ""):
             raise TaskError(f"{self.path}: {name}={value!r}: must be a text", "Mend the field")
         return None if value is None else str(value)
+
+    def artifacts(self) -> tuple[str, ...]:
+        """Paths, each given as a text or a table with `source`."""
+        found = []
+        for one in self.get("artifacts", []):
+            table = {"source": one} if isinstance(one, str) else one
+            source = table.get("source") if isinstance(table, Mapping) else None
+            if not isinstance(source, str) or posixpath.normpath(source) != source or source.count("/") < 1:
+                raise TaskError(f"{self.path}: artifacts: {one!r}", "Name an absolute path")
+            if not source.startswith("/") or table.get("service", "main") != "main" or table.get("exclude"):
+                raise TaskError(
+                    f"{self.path}: artifacts: {one!r}",
+                    "Only absolute paths of the agent's container are handed on whole",
+                )
+            found.append(source)
+        return tuple(found)
 
     def network(self) -> str:
         """`public`, `no-network` or `allowlist`; the stricter of what the environment, agent and verifier ask for."""

@@ -1,33 +1,29 @@
-"""Where a task is laid out and attempted: in the sandbox, or in a container. Both do the same five things.
+"""Where a task is laid out and attempted. Here: what every such place does, and the sandbox; `contained`: a container.
 
 The verifier can be met with nothing prepared for it. While the agent works, /tests, /solution and /logs are not there;
 when it is done, all that it started is dead, and the verifier runs with a fresh /tests, a fresh /logs and a home
-directory that the agent never saw. In the sandbox the agent also cannot change the system; in a container it is root,
-as in Harbor's, and could put another program in the place of one that the verifier runs.
-Read next: `trial`, `glm5.agents.sandbox`.
+directory that the agent never saw. In the sandbox the agent cannot change the system either.
+Read next: `contained`, `trial`, `glm5.agents.sandbox`.
 """
 
 from __future__ import annotations
 
-import hashlib
 import posixpath
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Protocol
 
 from glm5.agents.sandbox import Finished, Limits, Sandbox, SandboxError, require
-from glm5.agents.sandbox.container import Container, Engine
 from glm5.agents.sandbox.files import read_tree
 from glm5.agents.tasks.dockerfile import Step
 from glm5.agents.tasks.harbor import Task, TaskError
 from glm5.utils.errors import UserError
 
 VERIFIERS = ("/tests", "/solution", "/logs")
-_SOLVE = {"DEBIAN_FRONTEND": "noninteractive"}
+SOLVE = {"DEBIAN_FRONTEND": "noninteractive"}
 # Where programs look for what a user has set up, and for room: nowhere that the agent could write.
-_CLEAN = {"HOME": "/logs/home", "TMPDIR": "/logs/tmp", "PYTHONNOUSERSITE": "1", "PYTHONSAFEPATH": "1"}
-_LOGS = "mkdir -p /logs/verifier /logs/agent /logs/artifacts /logs/home /logs/tmp"
+CLEAN = {"HOME": "/logs/home", "TMPDIR": "/logs/tmp", "PYTHONNOUSERSITE": "1", "PYTHONSAFEPATH": "1"}
+LOGS = "mkdir -p /logs/verifier /logs/agent /logs/artifacts /logs/home /logs/tmp"
 
 
 class Place(Protocol):
@@ -64,33 +60,12 @@ class InSandbox:
         return SandboxPlace(task, self.limits)
 
 
-@dataclass(frozen=True)
-class InContainer:
-    """Tasks run in containers of their own image.
-
-    Args:
-        engine: Docker or Podman, and whether tasks may have a network. One that asks for none never gets one.
-        keep_processes: whether what the agent started goes on while the verifier runs, as Harbor has it. A task about
-            a server needs that; a reward that is learned from is safer without.
-    """
-
-    engine: Engine
-    limits: Limits = field(default_factory=Limits)
-    keep_processes: bool = False
-
-    def require(self) -> None:
-        """Raises SandboxError where the engine does not run."""
-        self.engine.require()
-
-    def open(self, task: Task) -> Place:
-        """Build a task's image and start its container. Raises SandboxError, or TaskError on what it cannot have."""
-        return ContainerPlace(task, self)
-
-
 class SandboxPlace:
     """See `InSandbox`."""
 
     def __init__(self, task: Task, limits: Limits) -> None:
+        if task.separate:
+            raise TaskError(f"{task.directory}: its verifier wants a container of its own", "Run it in containers")
         self.task, self.image = task, task.image()
         bounds = {"memory_bytes": task.memory_bytes, "disk_bytes": min(task.disk_bytes, limits.disk_bytes)}
         self._directories = self.image.directories
@@ -117,7 +92,7 @@ class SandboxPlace:
         return self._box.run(
             ["bash", "/solution/solve.sh"],
             wall_s=seconds,
-            environment={**self.task.solution_environment, **_SOLVE},
+            environment={**self.task.solution_environment, **SOLVE},
             writable=[*self._directories, "/solution"],
         )
 
@@ -125,12 +100,12 @@ class SandboxPlace:
         self._box.clear(*VERIFIERS)
         self._box.put_tree(self.task.directory / "tests", "/tests")
         # It runs, and is asked, whatever the agent did to the directory that it works in.
-        begin = f'{_LOGS}; chmod u+rwx "$0"; mkdir -p "$0"; cd "$0"; exec bash /tests/test.sh'
+        begin = f'{LOGS}; chmod u+rwx "$0"; mkdir -p "$0"; cd "$0"; exec bash /tests/test.sh'
         return self._box.run(
             ["bash", "-c", begin, self._box.cwd],
             wall_s=seconds,
             cwd="/",
-            environment={**self.task.verifier_environment, **_CLEAN},
+            environment={**self.task.verifier_environment, **CLEAN},
             writable=[*self._directories, "/tests", "/logs"],
         )
 
@@ -180,74 +155,3 @@ class SandboxPlace:
 
     def _is_directory(self, path: str) -> bool:
         return self._box.run(["test", "-d", path], cwd="/").ok
-
-
-class ContainerPlace:
-    """See `InContainer`."""
-
-    def __init__(self, task: Task, how: InContainer) -> None:
-        self.task, self.how = task, how
-        if how.engine.network and task.allowlist:
-            raise TaskError(f"{task.directory}: network_mode='allowlist' is not held here", "Run it with Harbor")
-        how.engine.require()
-        limits = Limits(**{**vars(how.limits), "memory_bytes": task.memory_bytes, "wall_s": task.verifier_s})
-        self._box = Container(
-            how.engine,
-            self._image(),
-            limits,
-            cpus=task.cpus,
-            network=task.network,
-            environment=task.environment,
-            start_s=task.build_s,
-        )
-        self._unseen = True  # whether tests, solution and logs are away
-
-    def act(self, words: Sequence[str], stdin: bytes, seconds: float) -> Finished:
-        if not self._unseen:
-            self._box.remove(*VERIFIERS)
-            self._unseen = True
-        return self._box.run(words, stdin=stdin, wall_s=seconds, cwd=self.task.workdir, user=self.task.agent_user)
-
-    def solve(self, seconds: float) -> Finished:
-        self._renew({"/solution": self.task.directory / "solution"})
-        variables = {**self.task.solution_environment, **_SOLVE}
-        command = ["bash", "/solution/solve.sh"]
-        return self._box.run(command, wall_s=seconds, cwd=self.task.workdir, environment=variables)
-
-    def verify(self, seconds: float) -> Finished:
-        if not self.how.keep_processes:
-            self._box.end_processes()
-        self._renew({"/tests": self.task.directory / "tests", "/logs": {}})
-        variables = {**self.task.verifier_environment, **_CLEAN}
-        begin = f"{_LOGS}; chmod -R a+rwX /logs; exec bash /tests/test.sh"
-        return self._box.run(
-            ["bash", "-c", begin],
-            wall_s=seconds,
-            cwd=self.task.workdir,
-            environment=variables,
-            user=self.task.verifier_user,
-        )
-
-    def read(self, path: str) -> bytes | None:
-        return self._box.get(path)
-
-    def close(self) -> None:
-        self._box.close()
-
-    def _renew(self, trees: Mapping[str, Path | Mapping[str, tuple[bytes, int]]]) -> None:
-        self._unseen = False
-        self._box.renew(*trees)
-        for directory, files in trees.items():
-            self._box.put_tree(files, directory)
-
-    def _image(self) -> str:
-        """The image's name; built from its directory, if it has one."""
-        context = self.task.directory / "environment"
-        if not (context / "Dockerfile").is_file():
-            return self.task.docker_image
-        content = hashlib.sha256()
-        for name, (data, mode) in read_tree(context).items():
-            content.update(f"{name}\0{mode:o}\0{len(data)}\0".encode() + data)
-        tag = f"glm5-task:{content.hexdigest()[:24]}"
-        self.how.engine.build(context, tag, self.task.build_s)
-        return tag

@@ -15,8 +15,9 @@ from types import TracebackType
 
 from glm5.agents.sandbox import Finished, SandboxError
 from glm5.agents.sandbox.container import Spoiled
+from glm5.agents.tasks.contained import InContainer
 from glm5.agents.tasks.harbor import Task
-from glm5.agents.tasks.places import InContainer, InSandbox
+from glm5.agents.tasks.places import InSandbox
 from glm5.utils.errors import UserError
 from glm5.utils.outcome import Outcome
 
@@ -99,22 +100,26 @@ class Trial:
             )
         try:
             reward = self._reward()
-        except ValueError as e:
+        except (ValueError, RecursionError) as e:
             return Judged(Outcome.VERIFIER_NO_VERDICT, None, f"{e}: {said}")
         return Judged(Outcome.OK if reward >= 1 else Outcome.TASK_FAILED, reward, said)
 
     def _reward(self) -> float:
-        text = self._place.read(_REWARD)
+        """As Harbor reads it: of both files the JSON counts. Of several rewards it is the one named reward."""
+        text = self._place.read(_REWARDS)
         if text is not None:
-            value: object = text.decode(errors="replace").strip()
+            table = json.loads(text)
+            named = table if isinstance(table, Mapping) else {"reward": table}
+            if "reward" not in named and len(named) != 1:
+                raise ValueError(f"of the rewards {', '.join(named) or '(none)'} none is named reward")
+            value = named.get("reward", next(iter(named.values())))
         else:
-            text = self._place.read(_REWARDS)
+            text = self._place.read(_REWARD)
             if text is None:
                 raise ValueError("the verifier wrote no reward")
-            table = json.loads(text)
-            value = table.get("reward", next(iter(table.values()), None)) if isinstance(table, Mapping) else table
+            value = text.decode(errors="replace").strip()
         try:
-            reward = float(value)  # type: ignore[arg-type]
+            reward = float(value)
         except (TypeError, ValueError):
             raise ValueError(f"the reward {value!r} is no number") from None
         if not math.isfinite(reward) or not 0 <= reward <= 1:
