@@ -47,7 +47,9 @@ def main(samples: int, seed: int, every: float, concurrency: int, seconds: float
         counts, found = store.counts(), store.samples()
     known = expected(specs, GROUP)
     wrong = [(s.id, s.outcome, s.detail, s.state) for s in found if known.get(s.id) != (s.outcome, s.reward, s.state)]
-    print(f"{counts.started:,} samples in {took:.0f} s, {sum(chaos.faults.values())} faults: {dict(chaos.faults)}")
+    print(
+        f"{counts.started:,} samples in {took:.0f} s, at most {chaos.peak} at once, {sum(chaos.faults.values())} faults: {dict(chaos.faults)}"
+    )
     print(f"states {dict(Counter(str(s.state) for s in found))}")
     print(f"outcomes {dict(Counter(str(s.outcome) for s in found))}; {sum(s.repeats for s in found)} came again")
     fine = not wrong and len(found) == len(known) == sum(counts.by_status.values())
@@ -65,8 +67,5 @@ if __name__ == "__main__":
     parser.add_argument("--timeout", type=float, default=300.0, help="of a rollout, in seconds")
     given = parser.parse_args()
     with tempfile.TemporaryDirectory() as directory:
-        sys.exit(
-            main(
-                given.samples, given.seed, given.every, given.concurrency, given.seconds, given.timeout, Path(directory)
-            )
-        )
+        g = given
+        sys.exit(main(g.samples, g.seed, g.every, g.concurrency, g.seconds, g.timeout, Path(directory)))

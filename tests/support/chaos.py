@@ -130,9 +130,10 @@ def learner(path: Path, seed: int) -> None:
     with Store(path, clock=jumping(seed)) as store:
         while True:
             with suppress(FileError):
-                if not learn(store, rng.randint(1, 4)):
-                    time.sleep(0.1)
-                for sample in store.samples(status="delivered", limit=2):
+                if learn(store, rng.randint(1, 4)):
+                    continue
+                time.sleep(0.3)
+                for sample in store.samples(status="delivered", limit=1):
                     assert sample.outcome is not None
                     again = store.records(sample.id)
                     assert store.deliver(sample.id, sample.outcome, sample.reward, again) in ("repeated", "late")
@@ -172,7 +173,7 @@ class Chaos:
         engines: how many. limit_s: after which it has failed.
 
     Attributes:
-        faults: what was done, how often.
+        faults: what was done, how often. peak: most samples that ran at once.
     """
 
     directory: Path
@@ -183,6 +184,7 @@ class Chaos:
     engines: int = 1
     limit_s: float = 600.0
     faults: Counter[str] = field(default_factory=Counter)
+    peak: int = 0
 
     def __post_init__(self) -> None:
         self.path = self.directory / "trajectories.sqlite"
@@ -267,8 +269,8 @@ class Chaos:
                 self._intruders.append(one)
 
     def _finished(self) -> tuple[int, int]:
-        with Store(self.path, read_only=True) as store:
-            counts = store.counts()
+        counts = self._store.counts()
+        self.peak = max(self.peak, counts.by_status["running"])
         return counts.started - counts.by_status["running"], counts.open
 
     def run(self) -> float:
@@ -278,7 +280,7 @@ class Chaos:
             AssertionError: it took too long, or a process ended by itself.
         """
         begun = time.monotonic()
-        Store(self.path).close()
+        self._store = Store(self.path)
         try:
             following = self._wait()
             over = False
@@ -302,8 +304,9 @@ class Chaos:
                 if finished >= following and not over:
                     self._fault()
                     following = finished + self._wait()
-                time.sleep(0.05)
+                time.sleep(0.2)
         finally:
+            self._store.close()
             for part in self._parts.values():
                 if part.exitcode is None:
                     os.kill(part.pid, signal.SIGKILL)
