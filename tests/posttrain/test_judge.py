@@ -130,13 +130,15 @@ def test_a_malformed_judge_has_no_verdict(tmp_path: Path, text: str) -> None:
     assert found.failure.detail.startswith("1 of 1 votes failed: cannot be read")
 
 
-@pytest.mark.parametrize(("bad", "score"), [({0}, 0.6), ({0, 1}, None), ({0, 1, 2}, None)])
-def test_half_of_the_votes_are_not_enough(tmp_path: Path, bad: set[int], score: float | None) -> None:
+@pytest.mark.parametrize(
+    ("votes", "bad", "score"), [(3, {0}, 0.6), (3, {0, 1}, None), (2, {0}, None), (2, {2}, 0.6), (4, {1, 3}, None)]
+)
+def test_half_of_the_votes_are_not_enough(tmp_path: Path, votes: int, bad: set[int], score: float | None) -> None:
     def script(asked: Asked) -> Said:
         return Said("?" if asked.body["seed"] in bad else '{"c0": 6}')
 
     with JudgeServer(script) as server:
-        (found,) = judge(server, tmp_path, votes=3).judge([Case(ASKED, "Fine.")])
+        (found,) = judge(server, tmp_path, votes=votes).judge([Case(ASKED, "Fine.")])
     assert found.score == score
 
 
