@@ -3,15 +3,18 @@
     torchrun --nproc-per-node 4 benchmarks/context.py --tokens 16384 202752           # GPUs
     torchrun --nproc-per-node 2 benchmarks/context.py --small --tokens 4096           # CPUs, gloo
 
-A small model of GLM-5's attention widths (512 + 64 latent, top-2,048, an indexer of 16 heads) in the sparse stage:
-cross-entropy and the indexers' loss, backward, Muon Split. Without torchrun it runs on one device. Prints a line for
-each length and cut of the row, as it comes: spans by cost, and equal pieces in order. "slowest / mean" is of the ranks'
-own time in attention, measured in a forward pass with waits around every layer. `docs/long-sequences.md` quotes it.
+A small model of GLM-5's attention widths (512 + 64 latent, top-2,048, the indexer's 32 heads of 128) in the sparse
+stage: cross-entropy and the indexers' loss, backward, Muon Split. Without torchrun it runs on one device. Prints JSON
+lines as they come: what was begun, each length's first step (which compiles kernels), then for each cut of the row
+(spans by cost, equal pieces in order) time, peak memory beside what `glm5.train.estimate` says, and balance: "slowest
+/ mean" is of the ranks' own time in attention, in a forward pass with waits around every layer. A length that would
+take longer than --budget seconds, by the growth of the one before, is left out. `docs/long-sequences.md` quotes it.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import time
 from itertools import pairwise
@@ -31,12 +34,16 @@ from glm5.model.presets import mini, nano
 from glm5.parallel.context import ContextRows
 from glm5.parallel.holdings import Holdings
 from glm5.parallel.mesh import Mesh, World, open_world
+from glm5.parallel.pipeline.recompute import recompute
 from glm5.parallel.shard import parallelize, reshard
+from glm5.train.config import TrainConfig
+from glm5.train.estimate import estimate
 from glm5.train.optim import MuonSplit, parameter_roles
+from glm5.train.schedule import BatchWarmup
 
 
 def wide(tokens: int, layers: int) -> ModelConfig:
-    """A model of some 300 million parameters with the published attention's widths."""
+    """A model of some 300 million parameters with the published attention's widths: those that fast operators take."""
     return mini(
         num_hidden_layers=layers,
         max_position_embeddings=tokens,
@@ -44,7 +51,7 @@ def wide(tokens: int, layers: int) -> ModelConfig:
         num_key_value_heads=16,
         kv_lora_rank=512,
         index_topk=2048,
-        index_n_heads=16,
+        index_n_heads=32,
         num_nextn_predict_layers=0,
     )
 
@@ -80,79 +87,114 @@ class Clock:
             del layer._attend
 
 
-def run(world: World, args: argparse.Namespace) -> None:
+class Bench:
     """All lengths, with one model."""
-    config = nano(index_topk=512) if args.small else wide(max(args.tokens), args.layers)
-    dtype = torch.float32 if world.device.type == "cpu" else torch.bfloat16
-    with torch.device(world.device):  # one host's CPUs would draw hundreds of millions of numbers for each rank
-        model = GLM5(config)
-    model = parallelize(model.to(dtype), world)
-    roles = parameter_roles(model, config)
-    holdings = Holdings([r.parameter for r in roles], world.group("stage"), world.group("world"))
-    optimizer = MuonSplit(roles, 2e-4, holdings=holdings)
-    for tokens in args.tokens:
-        measure(world, model, optimizer, tokens, args.steps)
 
+    def __init__(self, world: World, args: argparse.Namespace) -> None:
+        self.world, self.args, self.began = world, args, time.perf_counter()
+        self.cuda = world.device.type == "cuda"
+        self.config = nano(index_topk=512) if args.small else wide(max(args.tokens), args.layers)
+        with torch.device(world.device):  # one host's CPUs would draw hundreds of millions of numbers for each rank
+            model = GLM5(self.config)
+        self.model = parallelize(model.to(torch.bfloat16 if self.cuda else torch.float32), world)
+        recompute(self.model, args.recompute)
+        roles = parameter_roles(self.model, self.config)
+        holdings = Holdings([r.parameter for r in roles], world.group("stage"), world.group("world"))
+        self.optimizer = MuonSplit(roles, 2e-4, holdings=holdings)
+        self.say(begun=str(world.mesh), parameters=sum(p.numel() for p in self.model.parameters()))
 
-def measure(world: World, model: GLM5, optimizer: MuonSplit, tokens: int, steps: int) -> None:
-    """One length: every cut."""
-    ids = torch.randint(0, model.config.vocab_size, (1, tokens + 1), generator=torch.Generator().manual_seed(0))
-    ids = ids.to(world.device)
-    first_BS = torch.zeros_like(ids)
-    ranks, cuda = world.count("cp"), world.device.type == "cuda"
-    ways = world.group("cp") if ranks > 1 else None
-    cost_T = training_cost(model.config).queries(np.arange(1, tokens + 1))
-    edges = np.linspace(0, tokens, ranks + 1).astype(int).tolist()
-    cuts = {"by cost": context_spans(cost_T, ranks)}
-    if ranks > 1:
-        cuts["in order"] = tuple(((a, b),) for a, b in pairwise(edges))
+    def say(self, **what: object) -> None:
+        if self.world.main:
+            print(json.dumps({"at": round(time.perf_counter() - self.began, 1), **what}), flush=True)
 
-    def step(rows: ContextRows) -> float:
-        aux = rows.aux(indexer=True)
-        hidden = model.hidden(rows.own(ids[:, :-1]), cache=rows, sparse=True, aux=aux)
-        loss = linear_cross_entropy(hidden[0], model.lm_head.weight, rows.own(ids[:, 1:])[0]).loss_sum
-        ((loss + aux.indexer_kl()) / tokens).backward()
-        optimizer.step()
-        optimizer.zero_grad(set_to_none=True)
-        total = loss.detach() / tokens
-        dist.all_reduce(total, group=world.group("world"))
-        return float(total)
+    def run(self) -> None:
+        before: tuple[int, float] | None = None
+        for tokens in sorted(self.args.tokens):
+            left = self.args.budget - (time.perf_counter() - self.began)
+            # Dense work grows with the length, index scores with its square.
+            growth = 0.0 if before is None else before[1] * (tokens / before[0]) ** 1.5
+            if any(self.world.gather_objects(growth > left)):
+                self.say(tokens=tokens, left_out=f"would take about {growth:.0f} s, and {left:.0f} s are left")
+                continue
+            began = time.perf_counter()
+            self.measure(tokens)
+            before = tokens, time.perf_counter() - began
 
-    for name, spans in cuts.items():
-        rows = ContextRows(spans, first_BS, ways)
-        losses = [step(rows)]
-        world.barrier()
-        if cuda:
-            torch.cuda.reset_peak_memory_stats(world.device)
-        began = time.perf_counter()
-        losses += [step(rows) for _ in range(steps)]
-        world.barrier()
-        seconds = (time.perf_counter() - began) / steps
-        peak = torch.cuda.max_memory_allocated(world.device) / 2**30 if cuda else 0.0
-        with Clock(model, world.device) as clock, torch.no_grad():
-            model.hidden(rows.own(ids[:, :-1]), cache=rows, sparse=True)
-        reshard(model)
-        found = world.gather_objects((clock.seconds, peak))
-        if world.main:
-            own = [s for s, _ in found]
-            print(
-                f"{ranks} ranks, {tokens:,} tokens, {name}: {seconds:.2f} s a step, {tokens / seconds:,.0f} "
-                f"tokens/s, attention slowest / mean {max(own) / (sum(own) / len(own)):.2f}, peak memory "
-                f"{max(p for _, p in found):.1f} GiB, loss {losses[0]:.4f} -> {losses[-1]:.4f}",
-                flush=True,
-            )
+    def measure(self, tokens: int) -> None:
+        """One length: every cut."""
+        world, model = self.world, self.model
+        ids = torch.randint(0, self.config.vocab_size, (1, tokens + 1), generator=torch.Generator().manual_seed(0))
+        ids = ids.to(world.device)
+        ranks = world.count("cp")
+        ways = world.group("cp") if ranks > 1 else None
+        cost_T = training_cost(self.config).queries(np.arange(1, tokens + 1))
+        edges = np.linspace(0, tokens, ranks + 1).astype(int).tolist()
+        cuts = {"by cost": context_spans(cost_T, ranks)}
+        if ranks > 1 and not self.args.by_cost_only:
+            cuts["in order"] = tuple(((a, b),) for a, b in pairwise(edges))
+
+        def step(rows: ContextRows) -> float:
+            aux = rows.aux(indexer=True)
+            hidden = model.hidden(rows.own(ids[:, :-1]), cache=rows, sparse=True, aux=aux)
+            loss = linear_cross_entropy(hidden[0], model.lm_head.weight, rows.own(ids[:, 1:])[0]).loss_sum
+            ((loss + aux.indexer_kl()) / tokens).backward()
+            self.optimizer.step()
+            self.optimizer.zero_grad(set_to_none=True)
+            total = loss.detach() / tokens
+            dist.all_reduce(total, group=world.group("world"))
+            return float(total)
+
+        for name, spans in cuts.items():
+            rows = ContextRows(spans, torch.zeros_like(ids), ways)
+            began = time.perf_counter()
+            losses = [step(rows)]
+            self.say(tokens=tokens, cut=name, first_step_s=round(time.perf_counter() - began, 2), loss=losses[0])
+            world.barrier()
+            if self.cuda:
+                torch.cuda.reset_peak_memory_stats(world.device)
+            began = time.perf_counter()
+            losses += [step(rows) for _ in range(self.args.steps)]
+            world.barrier()
+            seconds = (time.perf_counter() - began) / self.args.steps
+            peak = torch.cuda.max_memory_allocated(world.device) / 2**30 if self.cuda else 0.0
+            row = dict(ranks=ranks, tokens=tokens, cut=name, step_s=round(seconds, 3))
+            said = self.predicted(tokens) / 2**30
+            most = max(world.gather_objects(peak))
+            self.say(**row, tokens_per_s=round(tokens / seconds), peak_gib=round(most, 2), estimate_gib=round(said, 2))
+            with Clock(model, world.device) as clock, torch.no_grad():
+                model.hidden(rows.own(ids[:, :-1]), cache=rows, sparse=True)
+            reshard(model)
+            own = world.gather_objects(clock.seconds)
+            slowest = max(own) / (sum(own) / len(own))
+            self.say(**row, attention_s=round(max(own), 3), slowest_over_mean=round(slowest, 3), losses=losses)
+
+    def predicted(self, tokens: int) -> float:
+        """Bytes on one rank by formula."""
+        train = TrainConfig(
+            stage="sparse",
+            batch=BatchWarmup(1, 1, 0),
+            micro_batch=1,
+            mtp_depths=0,
+            precision="bf16" if self.cuda else "fp32",
+        )
+        device, parts = self.world.device.type, tuple(self.args.recompute)
+        return estimate(self.config, train, tokens, device=device, mesh=self.world.mesh, recompute=parts).total
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--tokens", type=int, nargs="+", default=[16_384, 65_536, 202_752])
     parser.add_argument("--layers", type=int, default=4)
-    parser.add_argument("--steps", type=int, default=3)
+    parser.add_argument("--steps", type=int, default=1)
+    parser.add_argument("--budget", type=float, default=600.0, help="seconds, from the first line on")
+    parser.add_argument("--recompute", nargs="*", default=[], help="attention, feed-forward, layer")
+    parser.add_argument("--by-cost-only", action="store_true", help="leave out the cut in order")
     parser.add_argument("--small", action="store_true", help="nano's widths, for CPUs")
     args = parser.parse_args()
     torch.manual_seed(0)
-    with open_world(Mesh(cp=int(os.environ.get("WORLD_SIZE", "1")))) as world:
-        run(world, args)
+    mesh = Mesh(cp=int(os.environ.get("WORLD_SIZE", "1")))
+    with open_world(mesh, timeout=max(60.0, args.budget)) as world:
+        Bench(world, args).run()
 
 
 if __name__ == "__main__":

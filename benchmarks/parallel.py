@@ -1,19 +1,25 @@
 """Speed and equality of meshes on GPUs, started by torchrun with as many processes as the meshes need.
 
-    torchrun --nproc-per-node 2 benchmarks/parallel.py --meshes dp=2 dp=2,ep=2 dp=2,shard=1 tp=2 --out parallel.json
+    torchrun --nproc-per-node 2 benchmarks/parallel.py --meshes dp=2 dp=2,ep=2 dp=2,shard=1 tp=2 --prefetch 0 1 2
 
-For each mesh: gradients of one fp32 step of a small model against this process's own (the largest difference as a share
-of its tensor's largest entry), then tokens a second of an 8-layer `mini` in bf16, without MTP, beside one GPU alone.
+One GPU alone, then for each mesh: gradients of one fp32 step of a small model against this process's own (the largest
+difference as a share of its tensor's largest entry); tokens a second of an 8-layer `mini` in bf16, without MTP, with
+each number of blocks gathered ahead, and with parameters gathered once; and the share of a step that a rank waits for
+collectives ("exposed"). Every result is a JSON line as soon as it is there; what fails is one, too, and what the budget
+leaves no time for is left out.
 """
 
 from __future__ import annotations
 
 import argparse
+import gc
 import json
 import os
 import time
+import traceback
+from collections.abc import Iterator
 from datetime import timedelta
-from pathlib import Path
+from functools import partial
 from typing import Any
 
 import torch
@@ -25,6 +31,7 @@ from glm5.model.trace import Aux
 from glm5.parallel.mesh import Mesh, World, open_world
 from glm5.parallel.muon import Holdings
 from glm5.parallel.shard import parallelize, whole
+from glm5.parallel.waits import Waits
 from glm5.train.losses import language_model_loss
 from glm5.train.optim import MuonSplit, clip_grad_norm, parameter_roles
 from glm5.train.ranks import Ranks
@@ -73,22 +80,25 @@ def difference(world: World, device: torch.device) -> float:
     return max(float((one[n] - many[n]).abs().max() / one[n].abs().max().clamp(min=1e-3)) for n in one)
 
 
-def speed(world: World | None, device: torch.device, rows: int, micro: int, length: int, once: bool) -> dict[str, Any]:
-    """Best of three steps after two, of `rows` rows on each data rank."""
+def speed(
+    world: World | None, device: torch.device, rows: int, micro: int, length: int, once: bool = False, prefetch: int = 1
+) -> dict[str, Any]:
+    """Best of three steps after two, of `rows` rows on each data rank; then one with its waits marked."""
+    gc.collect()
     torch.cuda.empty_cache()
     torch.cuda.reset_peak_memory_stats()
     model = made(mini().replace(num_hidden_layers=8), device, torch.bfloat16)
     ranks, holdings = Ranks(world, gather_once=once), None
     if world is not None:
-        parallelize(model, world, reshard=not once)
+        parallelize(model, world, reshard=not once, prefetch=prefetch)
     roles = parameter_roles(model, model.config)
     if world is not None:
         holdings = Holdings([r.parameter for r in roles], world.group("stage"), world.group("world"))
     optimizer = MuonSplit(roles, 1e-3, holdings=holdings)
     total = rows * (1 if world is None else world.count("dp"))
     ids = torch.randint(0, model.config.vocab_size, (total, length + 1), device=device)
-    times = []
-    for _ in range(5):
+
+    def step() -> float:
         torch.cuda.synchronize()
         began = time.perf_counter()
         backward(model, ranks, share(ids, world), micro, total * length)
@@ -96,9 +106,31 @@ def speed(world: World | None, device: torch.device, rows: int, micro: int, leng
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
         torch.cuda.synchronize()
-        times.append(time.perf_counter() - began)
-    peak = torch.cuda.max_memory_allocated() / 2**30
-    return {"tokens_per_second": total * length / min(times[2:]), "GiB": peak}
+        return time.perf_counter() - began
+
+    times = [step() for _ in range(5)]
+    found = {"tokens_per_second": round(total * length / min(times[2:])), "first_s": round(times[0], 2)}
+    found["GiB"] = round(torch.cuda.max_memory_allocated() / 2**30, 2)
+    if world is not None:
+        with Waits(device) as waits:
+            took = step()
+        found["exposed"] = round(waits.seconds() / took, 3)
+    return found
+
+
+def measurements(options: argparse.Namespace, device: torch.device) -> Iterator[tuple[Mesh, str, Any]]:
+    """Mesh, name, and what measures it in a world."""
+    sizes = options.rows, options.micro, options.length
+    yield Mesh(dp=dist.get_world_size()), "one", lambda _: speed(None, device, *sizes)  # each GPU by itself
+    for text in options.meshes:
+        mesh = Mesh.parse(text)
+        for prefetch in options.prefetch:
+            how = partial(speed, device=device, rows=sizes[0], micro=sizes[1], length=sizes[2], prefetch=prefetch)
+            yield mesh, f"{text} prefetch {prefetch}", how
+        how = partial(speed, device=device, rows=sizes[0], micro=sizes[1], length=sizes[2], once=True)
+        yield mesh, f"{text} gather once", how
+        if options.check:
+            yield mesh, f"{text} difference", partial(difference, device=device)
 
 
 def main() -> None:
@@ -107,23 +139,26 @@ def main() -> None:
     parser.add_argument("--rows", type=int, default=4)
     parser.add_argument("--micro", type=int, default=2)
     parser.add_argument("--length", type=int, default=4096)
-    parser.add_argument("--out", default="parallel.json")
+    parser.add_argument("--prefetch", type=int, nargs="+", default=[1, 0, 2])
+    parser.add_argument("--check", action=argparse.BooleanOptionalAction, default=True)
+    parser.add_argument("--budget", type=float, default=600.0, help="seconds, after which no measurement begins")
     options = parser.parse_args()
-    device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
+    device, began = torch.device("cuda", int(os.environ["LOCAL_RANK"])), time.perf_counter()
     torch.cuda.set_device(device)
     dist.init_process_group("nccl", timeout=timedelta(seconds=120), device_id=device)
-    sizes = options.rows, options.micro, options.length
-    results: dict[str, Any] = {"device": torch.cuda.get_device_name(), "torch": torch.__version__}
-    if dist.get_rank() == 0:
-        results["one"] = speed(None, device, *sizes, once=False)
-    dist.barrier()
-    for text in options.meshes:
-        with open_world(Mesh.parse(text), "cuda") as world:
-            results[text] = {"difference": difference(world, device), **speed(world, device, *sizes, once=False)}
-            results[text]["gather_once"] = speed(world, device, *sizes, once=True)
-        if dist.get_rank() == 0:
-            print(text, results[text], flush=True)
-            Path(options.out).write_text(json.dumps(results, indent=1))
+    for mesh, name, measure in measurements(options, device):
+        with open_world(mesh, "cuda") as world:
+            at = time.perf_counter() - began
+            if any(world.gather_objects(at > options.budget)):
+                found: Any = "no time left"
+            else:
+                try:
+                    found = measure(world)
+                except Exception:
+                    found = traceback.format_exc()[-1500:]
+            if world.main:
+                print(json.dumps({"at": round(at, 1), "of": name, "found": found}), flush=True)
+            torch.cuda.empty_cache()
     dist.destroy_process_group()
 
 

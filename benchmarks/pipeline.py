@@ -1,12 +1,13 @@
 """Pipeline parallelism on GPUs of one host: schedules, where MTP stands, pipeline ZeRO-2, offloading, recomputation.
 
     torchrun --nproc-per-node 2 benchmarks/pipeline.py [--parts check,schedules,placement,memory,zero2]
-                               [--layers 12] [--experts 48] [--queries 4096] [--micro 8] [--json FILE]
+                               [--layers 12] [--experts 48] [--queries 4096] [--micro 8] [--budget SECONDS]
 
 The model has `mini`'s widths. A step is forward and backward passes of random rows, MTP at three depths, without the
 optimizer. Times of computations are CUDA events on the stream that computes (waiting for a receive is not in them), so
 busy time is theirs, the bubble is the rest, and the prediction is `simulate` with these times. Memory is
-`max_memory_allocated` over a step, per rank. "check" compares gradients, fp32, with those of one process.
+`max_memory_allocated` over a step, per rank. "check" compares gradients, fp32, with those of one process. Every result
+is a JSON line as soon as it is there; what fails is one, too, and what the budget leaves no time for is left out.
 """
 
 from __future__ import annotations
@@ -18,7 +19,8 @@ import os
 import time
 import traceback
 from collections import defaultdict
-from pathlib import Path
+from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import torch
@@ -190,7 +192,10 @@ def run(args: argparse.Namespace, world: World, config: ModelConfig, micro: int 
 SCHEDULES = (("1f1b", 1), ("interleaved", 2), ("interleaved", 3), ("zero-bubble", 1), ("zero-bubble", 2), ("zbv", 2))
 
 
-def check(args: argparse.Namespace, world: World) -> Any:
+Results = Iterator[tuple[str, Callable[[], Any]]]  # a name, and what measures it
+
+
+def check(args: argparse.Namespace, world: World) -> Results:
     """Worst difference of a gradient from one process's, as a share of its largest entry."""
     config = mini(num_hidden_layers=5, hidden_size=256, vocab_size=512, n_routed_experts=8, dtype="float32")
     micro, queries = 4, 256
@@ -203,52 +208,52 @@ def check(args: argparse.Namespace, world: World) -> Any:
         done = Pass(i, row, 1, hidden, model.lm_head.weight, trunk, mtp)
         objective(micro, queries)(done).backward()
     wanted = {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
-    out = {}
+
+    def worst(name: str, each: int, offload: str, recompute: tuple[str, ...]) -> float:
+        own = make_model(config, world.device, torch.float32)
+        pipeline = build(own, world, schedule=name, stages_per_rank=each, offload=offload, recompute=recompute)
+        pipeline.step(Work(rows, objective(micro, queries), depths=DEPTHS, balance=True))
+        torch.cuda.synchronize()
+        apart = max(
+            float((p.grad - wanted[n]).abs().max() / wanted[n].abs().max())
+            for n, p in pipeline.named_parameters()
+            if p.requires_grad
+        )
+        return max(world.gather_objects(apart))
+
     for name, each in (*SCHEDULES, ("dualpipev", 2)):
         for offload, recompute in (("never", ()), ("far", ("attention",))):
-            own = make_model(config, world.device, torch.float32)
-            pipeline = build(own, world, schedule=name, stages_per_rank=each, offload=offload, recompute=recompute)
-            pipeline.step(Work(rows, objective(micro, queries), depths=DEPTHS, balance=True))
-            torch.cuda.synchronize()
-            worst = max(
-                float((p.grad - wanted[n]).abs().max() / wanted[n].abs().max())
-                for n, p in pipeline.named_parameters()
-                if p.requires_grad
-            )
-            out[f"{name}/{each}/{offload}"] = max(world.gather_objects(worst))
-    return out
+            yield f"{name}/{each}/{offload}", partial(worst, name, each, offload, recompute)
 
 
-def schedules(args: argparse.Namespace, world: World) -> Any:
-    config = shape(args)
-    return {
-        f"{n}/{k}": run(args, world, config, schedule=n, stages_per_rank=k) for n, k in (*SCHEDULES, ("dualpipev", 2))
-    }
+def schedules(args: argparse.Namespace, world: World) -> Results:
+    for name, each in (*SCHEDULES, ("dualpipev", 2)):
+        yield f"{name}/{each}", partial(run, args, world, shape(args), schedule=name, stages_per_rank=each)
 
 
-def placement(args: argparse.Namespace, world: World) -> Any:
+def placement(args: argparse.Namespace, world: World) -> Results:
     """The MTP block on the stage before the heads', and with them; as many trunk layers on a rank either way."""
-    config, out = shape(args), {}
+    config = shape(args)
     for where in ("before", "last"):
         layout = PipelineLayout.balanced(config, 2 * world.count("pp"), mtp=where)
-        out[where] = run(args, world, config, layout=layout, schedule="interleaved", stages_per_rank=2)
-    return out
+        options = dict(layout=layout, schedule="interleaved", stages_per_rank=2)
+        yield where, partial(run, args, world, config, **options)
 
 
-def memory(args: argparse.Namespace, world: World) -> Any:
+def memory(args: argparse.Namespace, world: World) -> Results:
     """Offloading and recomputation, by a schedule that holds many micro-batches."""
-    config, out = shape(args), {}
-    settings = [(w, r) for w in ("never", "warmup", "far") for r in ((), ("attention",))] + [("never", ("layer",))]
+    settings = [("never", ()), ("far", ()), ("warmup", ()), ("never", ("attention",)), ("never", ("layer",))]
+    settings += [("far", ("attention",)), ("warmup", ("attention",))]
     for offload, recompute in settings:
         options = dict(schedule="interleaved", stages_per_rank=3, offload=offload, recompute=recompute)
-        out[f"{offload}/{'+'.join(recompute) or 'none'}"] = run(args, world, config, **options)
-    return out
+        yield f"{offload}/{'+'.join(recompute) or 'none'}", partial(run, args, world, shape(args), **options)
 
 
-def zero2(args: argparse.Namespace, world: World) -> Any:
+def zero2(args: argparse.Namespace, world: World) -> Results:
     """Bytes of full gradients with four stages on one pipeline rank and all ranks as data ranks."""
-    config, out = shape(args), {}
-    for every in (0, 4, 1):
+    config = shape(args)
+
+    def bytes_held(every: int) -> dict[str, float]:
         model = make_model(config, world.device, torch.bfloat16)
         pipeline = build(
             model,
@@ -282,14 +287,16 @@ def zero2(args: argparse.Namespace, world: World) -> Any:
         torch.cuda.synchronize()
         counts = [sum(p.numel() for p in s.parameters() if p.requires_grad) for s in pipeline.stages.values()]
         formula = gradient_bytes(counts, world.size, 4, zero2=every > 0)
-        out[every] = {
+        return {
             "step_ms": round(1e3 * (time.perf_counter() - began), 1),
             "full_mib": round(most / MIB),
             "formula_mib": round(formula.full / MIB),
             "shards_mib": round(formula.shards / MIB),
             "peak_mib": round(torch.cuda.max_memory_allocated() / MIB),
         }
-    return out
+
+    for every in (0, 4, 1):
+        yield f"every {every}", partial(bytes_held, every)
 
 
 def shape(args: argparse.Namespace) -> ModelConfig:
@@ -306,23 +313,26 @@ def main() -> None:
     parser.add_argument("--experts", type=int, default=48)
     parser.add_argument("--queries", type=int, default=4096)
     parser.add_argument("--micro", type=int, default=8)
-    parser.add_argument("--json", type=Path)
+    parser.add_argument("--budget", type=float, default=600.0, help="seconds, after which no measurement begins")
     args = parser.parse_args()
-    size, local, out = int(os.environ["WORLD_SIZE"]), int(os.environ["LOCAL_RANK"]), {}
+    size, local, began = int(os.environ["WORLD_SIZE"]), int(os.environ["LOCAL_RANK"]), time.perf_counter()
     torch.cuda.set_device(local)
     dist.init_process_group("nccl", device_id=torch.device("cuda", local))  # once: the parts' worlds use it
     for part in args.parts.split(","):
         with open_world(Mesh(dp=size) if part == "zero2" else Mesh(pp=size), "cuda") as world:
-            began = time.perf_counter()
-            try:
-                out[part] = PARTS[part](args, world)
-            except Exception:
-                out[part] = traceback.format_exc()
-            if world.main:
-                print(f"== {part} ({time.perf_counter() - began:.1f} s)\n{json.dumps(out[part], indent=1)}", flush=True)
-                if args.json:
-                    args.json.write_text(json.dumps(out, indent=1))
-            torch.cuda.empty_cache()
+            for name, measure in PARTS[part](args, world):
+                at = time.perf_counter() - began
+                if any(world.gather_objects(at > args.budget)):
+                    found: Any = "no time left"
+                else:
+                    try:
+                        found = measure()
+                    except Exception:
+                        found = traceback.format_exc()[-1500:]
+                if world.main:
+                    print(json.dumps({"at": round(at, 1), "part": part, "of": name, "found": found}), flush=True)
+                gc.collect()
+                torch.cuda.empty_cache()
     dist.destroy_process_group()
 
 
