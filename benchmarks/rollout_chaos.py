@@ -47,9 +47,8 @@ def main(samples: int, seed: int, every: float, concurrency: int, seconds: float
         counts, found = store.counts(), store.samples()
     known = expected(specs, GROUP)
     wrong = [(s.id, s.outcome, s.detail, s.state) for s in found if known.get(s.id) != (s.outcome, s.reward, s.state)]
-    print(
-        f"{counts.started:,} samples in {took:.0f} s, at most {chaos.peak} at once, {sum(chaos.faults.values())} faults: {dict(chaos.faults)}"
-    )
+    print(f"{counts.started:,} samples in {took:.0f} s, at most {chaos.peak} at once")
+    print(f"{sum(chaos.faults.values())} faults: {dict(chaos.faults)}")
     print(f"states {dict(Counter(str(s.state) for s in found))}")
     print(f"outcomes {dict(Counter(str(s.outcome) for s in found))}; {sum(s.repeats for s in found)} came again")
     fine = not wrong and len(found) == len(known) == sum(counts.by_status.values())
