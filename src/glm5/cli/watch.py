@@ -21,6 +21,7 @@ from rich.console import Console, Group, RenderableType
 from rich.live import Live
 from rich.text import Text
 
+from glm5.cli.watch_agents import agents
 from glm5.utils.config_io import parse
 from glm5.utils.errors import ConfigError, UserError
 from glm5.utils.files import file_errors
@@ -125,6 +126,7 @@ def picture(run: Path, reader: MetricsReader, options: WatchOptions, width: int)
     last = records[-1]
     lines = [f"{run}  {status}  step {last['step']:,.0f}  after {format_seconds(last['time'])} of work"]
     lines += _machine({name: value for record in records for name, value in record.items()})
+    lines += agents(read)
     lines += _alerts(read)
     for name in _choose(records, options.metric):
         points = [(r["step"], r[name]) for r in records if name in r]

@@ -214,6 +214,7 @@ class Engines:
         found = {
             "engine/idle": 1 - self._busy / max(1, self._looked),
             "engine/routable": float(len(self.pool.router.routable(self.pool.clock()))),
+            "engine/count": float(len(self._engines)),
             "engine/running": float(now.running),
             "engine/moves": float(self.pool.router.moves),
             "time/weight_sync": self.seconds,
