@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import pkgutil
+
 import pytest
 import torch
 
-from glm5.kernels import cuda, library
+from glm5.kernels import cuda, library, triton
 from glm5.kernels.latent_rows import pack_rows
 from glm5.kernels.moe_fp8 import grouped_swiglu_fp8, pack_experts
 
@@ -42,6 +44,13 @@ def test_shapes_are_known_without_running() -> None:
         _meta(2, 100, dtype=fp32),
     )
     assert library.index_select_fp8(*inputs, selected, selected, 40).shape == (2, 3, 40)
+
+
+def test_no_module_takes_an_operator_s_name() -> None:
+    """Importing such a module would put it where `triton.NAME` was the operator."""
+    modules = {found.name for found in pkgutil.iter_modules(triton.__path__)}
+    assert "mla" in modules
+    assert not modules & set(triton.__all__)
 
 
 def test_fp8_operators_run_their_specifications_anywhere() -> None:

@@ -148,8 +148,8 @@ def grouped_swiglu_fp8(
     from glm5.kernels.formats import BLOCK, Packed
     from glm5.kernels.moe_fp8 import grouped_swiglu_fp8 as experts
 
-    matrices = (Packed("fp8", *pair, BLOCK, BLOCK) for pair in ((gate_up, gate_up_scale), (down, down_scale)))
-    return experts(x, *matrices, expert, weight)
+    first = Packed("fp8", gate_up, gate_up_scale, BLOCK, BLOCK)
+    return experts(x, first, Packed("fp8", down, down_scale, BLOCK, BLOCK), expert, weight)
 
 
 @grouped_swiglu_fp8.register_fake

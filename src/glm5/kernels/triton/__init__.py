@@ -3,7 +3,7 @@
 `available()` says whether they can run, and `_HOME` lists the operators. They run on any device that Triton compiles
 for and, with TRITON_INTERPRET=1, on the CPU. `glm5.kernels.cuda` has faster versions of some for Hopper.
 `docs/kernels.md` has ideas and measurements.
-Read next: `sparse_mla`.
+Read next: `mla`.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ from typing import Any
 import torch
 
 _HOME = {
-    "sparse_mla": "glm5.kernels.triton.sparse_mla",
-    "index_scores": "glm5.kernels.triton.index_scores",
-    "index_select": "glm5.kernels.triton.index_scores",
+    "sparse_mla": "glm5.kernels.triton.mla",
+    "index_scores": "glm5.kernels.triton.indexing",
+    "index_select": "glm5.kernels.triton.indexing",
     "stream_select": "glm5.kernels.triton.select",
     "grouped_swiglu": "glm5.kernels.triton.moe",
     "grouped_swiglu_fp8": "glm5.kernels.triton.moe_fp8",
@@ -30,10 +30,10 @@ _HOME = {
     "silu_times": "glm5.kernels.triton.basic",
     "product": "glm5.kernels.triton.basic",
     "swiglu": "glm5.kernels.triton.basic",
-    "prepare": "glm5.kernels.triton.prepare",
-    "project": "glm5.kernels.triton.prepare",
-    "route": "glm5.kernels.triton.route",
-    "router": "glm5.kernels.triton.route",
+    "prepare": "glm5.kernels.triton.preparation",
+    "project": "glm5.kernels.triton.preparation",
+    "route": "glm5.kernels.triton.routing",
+    "router": "glm5.kernels.triton.routing",
     "by_head": "glm5.kernels.triton.absorbed",
 }
 __all__ = ["available", *_HOME]
@@ -56,7 +56,6 @@ def available() -> tuple[bool, str]:
 def __getattr__(name: str) -> Any:
     if name not in _HOME:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    home = importlib.import_module(_HOME[name])
-    # All of a module's operators at once: importing it has put the module itself where one of them may have its name.
-    globals().update({other: getattr(home, other) for other, where in _HOME.items() if where == _HOME[name]})
+    # No module has an operator's name: importing it would put the module in the operator's place.
+    globals()[name] = getattr(importlib.import_module(_HOME[name]), name)
     return globals()[name]

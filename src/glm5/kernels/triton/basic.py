@@ -1,7 +1,7 @@
 """RMSNorm, SwiGLU and the cache's write in Triton, and products of matrices that share an input.
 
 A program takes a row, or a piece of one, and computes it in fp32; it rounds where the specification does. Products are
-cuBLAS's. Read next: `prepare`; `glm5.kernels.basic` for the specification.
+cuBLAS's. Read next: `preparation`; `glm5.kernels.basic` for the specification.
 """
 
 # mypy: disallow-untyped-defs=false, disallow-incomplete-defs=false

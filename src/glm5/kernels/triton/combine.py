@@ -1,4 +1,4 @@
-"""Shares of an attention's positions put together, in the order of the shares. Read next: `sparse_mla`."""
+"""Shares of an attention's positions put together, in the order of the shares. Read next: `mla`."""
 
 # mypy: disallow-untyped-defs=false, disallow-incomplete-defs=false
 

@@ -26,10 +26,10 @@ from glm5.kernels.pages import Pages
 from glm5.kernels.topk import stable_topk
 from glm5.kernels.triton.absorbed import _by_head
 from glm5.kernels.triton.basic import add_rms_norm, rms_norm, store
-from glm5.kernels.triton.index_scores import index_scores, index_select
+from glm5.kernels.triton.indexing import index_scores, index_select
+from glm5.kernels.triton.mla import _attend
 from glm5.kernels.triton.moe import grouped_swiglu
-from glm5.kernels.triton.route import route
-from glm5.kernels.triton.sparse_mla import _attend
+from glm5.kernels.triton.routing import route
 from glm5.kernels.visibility import Visibility
 
 LOG2E = 1.4426950408889634

@@ -5,7 +5,7 @@ probabilities before they meet those columns. What is left of the conversion is 
 loses nothing. Value scales are taken relative to the largest so far, which the output is rescaled by as it is by the
 running maximum: fp16 products can neither overflow nor fade. Queries enter divided by their largest element for the
 same reason. Shares of the positions are combined in a fixed order. Source: DeepSeek-V3.2; FlashMLA's account of its
-fp8 decode, where conversion costs more than the products. Read next: `glm5.kernels.latent_rows`, `sparse_mla`.
+fp8 decode, where conversion costs more than the products. Read next: `glm5.kernels.latent_rows`, `mla`.
 """
 
 # mypy: disallow-untyped-defs=false, disallow-incomplete-defs=false

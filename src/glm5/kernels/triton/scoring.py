@@ -1,4 +1,4 @@
-"""A tile of index scores, which `index_scores` stores and `select` keeps the best of. Read next: `index_scores`."""
+"""A tile of index scores, which `index_scores` stores and `select` keeps the best of. Read next: `indexing`."""
 
 # mypy: disallow-untyped-defs=false, disallow-incomplete-defs=false
 

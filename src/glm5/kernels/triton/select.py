@@ -6,7 +6,7 @@ a later key with the same score loses to all of them, so that only what is stric
 the order of positions, the cut keeps the first of what ties, and so the result is the stable top-k, exactly, whatever
 the scores are; no row takes another path. k (1 + ln(S / k)) scores are appended where positions come in no order.
 Few rows are divided into parts of their keys, whose k best another launch merges in the same way. Scores of a row exist
-for a tile only. Source: report sections 2.1.1 and 3.2. Read next: `index_scores`, `glm5.kernels.topk`.
+for a tile only. Source: report sections 2.1.1 and 3.2. Read next: `indexing`, `glm5.kernels.topk`.
 """
 
 # mypy: disallow-untyped-defs=false, disallow-incomplete-defs=false

@@ -3,7 +3,7 @@
 Absorbed form (report section 2.1, DeepSeek-V3.2): keys are whole rows of C + R columns, values their first C. One
 program takes a query, a block of heads and a share of the positions; shares are combined in a fixed order by a
 second kernel, so that results are the same on every run. For Hopper at GLM-5's widths `glm5.kernels.cuda` is faster.
-Read next: `index_scores`.
+Read next: `indexing`.
 """
 
 # mypy: disallow-untyped-defs=false, disallow-incomplete-defs=false
