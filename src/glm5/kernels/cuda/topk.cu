@@ -131,11 +131,30 @@ template <bool kAligned> __device__ __forceinline__ float4 load4(const float* ro
     return x;
 }
 
+// Calls `use(word, score)` for every word of 32 positions of a row, a warp a word; 8 loads in flight a thread, since one
+// block has the row to itself.
+template <int kThreads, typename Use>
+__device__ __forceinline__ void for_words(const float* row, int first, int last, int words, Use use) {
+    constexpr int kWarps = kThreads / 32, kAhead = 8;
+    const int lane = threadIdx.x % 32, origin = first & ~31;
+    for (int base = threadIdx.x / 32; base < words; base += kWarps * kAhead) {
+        float x[kAhead];
+#pragma unroll
+        for (int i = 0; i < kAhead; ++i) {
+            const int w = base + i * kWarps, at = origin + 32 * w + lane;
+            x[i] = w < words && at >= first && at <= last ? __ldg(row + at) : -INFINITY;
+        }
+#pragma unroll
+        for (int i = 0; i < kAhead; ++i)
+            if (base + i * kWarps < words) use(base + i * kWarps, x[i]);
+    }
+}
+
 // Plain radix selection over device memory, then the bitmaps; by one block.
 template <int kThreads>
 __device__ void select_slowly(const float* row, int first, int last, int k, int words, uint32_t* won, uint32_t* tied,
                               Shared& shared, Threshold& threshold) {
-    const int lane = threadIdx.x % 32, origin = first & ~31, warps = kThreads / 32;
+    const int lane = threadIdx.x % 32;
     uint32_t prefix = 0;
     int rank = k, shift = 32;
     bool everything = false;
@@ -145,21 +164,21 @@ __device__ void select_slowly(const float* row, int first, int last, int k, int 
         for (int i = threadIdx.x; i < kBins; i += kThreads) shared.histogram[i] = 0;
         if (threadIdx.x == 0) shared.count = 0;
         __syncthreads();
-        for (int w = threadIdx.x / 32; w < words; w += warps) {
-            const int at = origin + 32 * w + lane;
-            const float x = at >= first && at <= last ? row[at] : -INFINITY;
+        int total = 0;
+        for_words<kThreads>(row, first, last, words, [&](int, float x) {
             const uint32_t key = to_key(x);
             const bool member = x > -INFINITY && (shift == 32 || key >> shift == prefix);
             const uint32_t bin = key >> next & ((1u << bits) - 1), members = __ballot_sync(~0u, member);
-            if (!members) continue;
+            if (!members) return;
             const uint32_t leader_bin = __shfl_sync(~0u, bin, __ffs(members) - 1);
             if (__all_sync(~0u, !member || bin == leader_bin)) {  // ties by the thousand would queue on one counter
                 if (lane == 0) atomicAdd(&shared.histogram[leader_bin], __popc(members));
             } else if (member) {
                 atomicAdd(&shared.histogram[bin], 1u);
             }
-            if (lane == 0) atomicAdd(&shared.count, __popc(members));
-        }
+            total += __popc(members);
+        });
+        if (lane == 0) atomicAdd(&shared.count, total);
         __syncthreads();
         if (shift == 32 && shared.count <= k) {
             everything = true;
@@ -172,14 +191,12 @@ __device__ void select_slowly(const float* row, int first, int last, int k, int 
         __syncthreads();
     }
     if (!everything) threshold = {prefix, rank};
-    for (int w = threadIdx.x / 32; w < words; w += warps) {
-        const int at = origin + 32 * w + lane;
-        const float x = at >= first && at <= last ? row[at] : -INFINITY;
+    for_words<kThreads>(row, first, last, words, [&](int w, float x) {
         const uint32_t key = to_key(x);
         const uint32_t above = __ballot_sync(~0u, x > -INFINITY && key > threshold.key);
         const uint32_t equal = __ballot_sync(~0u, x > -INFINITY && key == threshold.key && !everything);
         if (lane == 0) won[w] = above, tied[w] = equal;
-    }
+    });
     __syncthreads();
 }
 
