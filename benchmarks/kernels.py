@@ -1,106 +1,26 @@
-"""Time the operators on one Hopper GPU beside public kernels and beside the chip's limit.
+"""Time every operator on one Hopper GPU beside public kernels and beside the chip's limit: one table, in one run.
 
-    python benchmarks/kernels.py [--only mla,topk,index,select,prepare,router,moe] [--sweep] [--json FILE]
+    python benchmarks/kernels.py [--only mla,topk,index,select,...] [--sweep] [--json FILE] [--seconds N]
 
 Each implementation is checked against an fp32 oracle on fresh random inputs, then timed by CUDA-graph replays over
-rotated inputs that together exceed the L2 cache; the table gives the median per call in microseconds. Floors are the
-larger of bytes over 4.3 TB/s and bf16 operations over 790 TFLOP/s, both measured on an H200. FlashMLA takes part if
-the package `flash_mla` is importable. Read next: docs/kernels.md.
+rotated inputs that together exceed the L2 cache; the table gives the median per call in microseconds. Operators in
+8 bits are in `kernels_fp8`, those of training in `kernels_training`; this command runs them all. FlashMLA, DeepGEMM and
+Liger take part where they are installed. Read next: `timing`; docs/kernels.md.
 """
 
 from __future__ import annotations
 
-import argparse
-import json
 import statistics
-import traceback
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
-from pathlib import Path
 
 import torch
 from torch import Tensor
 
+import kernels_fp8
+import kernels_training
 from glm5.kernels import basic, cuda, triton
-
-BYTES_PER_US, FLOP_PER_US, L2_BYTES = 4.3e6, 790e6, 60e6
-Call = Callable[[int], object]  # runs the operator on input set i
-
-
-@dataclass(frozen=True)
-class Row:
-    """One line of the table. Times in microseconds; error is the relative 2-norm, or the share of wrong rows."""
-
-    operator: str
-    case: str
-    implementation: str
-    us: float
-    floor_us: float
-    error: float
-
-    @property
-    def share(self) -> float:
-        return self.floor_us / self.us
-
-
-def floor_us(bytes_moved: float, flop: float = 0.0) -> float:
-    return max(bytes_moved / BYTES_PER_US, flop / FLOP_PER_US)
-
-
-def time_us(call: Call, sets: int, target_us: float = 20_000.0) -> float:
-    """Median time of one call. A graph holds one call per input set; it is replayed for about `target_us` in all."""
-    for i in range(min(sets, 3)):
-        call(i)
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    keep = []  # outputs stay alive, so that calls do not share memory
-    with torch.cuda.graph(graph):
-        for i in range(sets):
-            keep.append(call(i))
-    start, stop = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-
-    def once() -> float:
-        start.record()
-        graph.replay()
-        stop.record()
-        stop.synchronize()
-        return start.elapsed_time(stop) * 1e3
-
-    once()
-    first = once()
-    times = [once() for _ in range(max(5, min(50, int(target_us / first))))]
-    return statistics.median(times) / sets
-
-
-def sets_for(bytes_each: float) -> int:
-    return max(3, min(48, int(3.5 * L2_BYTES / bytes_each) + 1))
-
-
-def relative(ours: Tensor, oracle: Tensor) -> float:
-    return float((ours.float() - oracle.float()).norm() / oracle.float().norm())
-
-
-class Table:
-    """Collects rows; a failing implementation loses only its own."""
-
-    def __init__(self) -> None:
-        self.rows: list[Row] = []
-
-    def add(
-        self, operator: str, case: str, name: str, call: Call, sets: int, floor: float, check: Callable[[object], float]
-    ) -> None:
-        try:
-            error = check(call(0))
-            row = Row(operator, case, name, time_us(call, sets), floor, error)
-        except Exception as problem:
-            traceback.print_exc()
-            print(f"{operator} {case} {name}: failed, {type(problem).__name__}", flush=True)
-            torch.cuda.synchronize()
-            return
-        self.rows.append(row)
-        times = f"{row.us:9.1f} us  floor {floor:8.1f}  {row.share:5.0%}"
-        print(f"{operator:12} {case:22} {name:26} {times}  err {error:.1e}", flush=True)
-
+from inputs import index_inputs, neighbourly_selection, random_selection, wrong_rows
+from timing import Table, floor_us, main, relative, sets_for
 
 # ---- sparse MLA ---------------------------------------------------------------------------------------------------
 
@@ -115,29 +35,22 @@ def attention_oracle(q: Tensor, kv: Tensor, selected: Tensor, scale: float) -> T
     return torch.stack(out)
 
 
-def random_selection(rows: int, slots: int, keys: int) -> Tensor:
-    """Ascending distinct positions, uniformly random."""
-    out = torch.empty(rows, keys, dtype=torch.int32, device="cuda")
-    for start in range(0, rows, 256):
-        part = out[start : start + 256]
-        part.copy_(torch.rand(part.shape[0], slots, device="cuda").topk(keys, -1).indices.sort(-1).values)
-    return out
-
-
-def bench_mla(table: Table, sweep: bool) -> None:
-    for mode, n in [("decode", b) for b in (1, 16, 64, 128)] + [("prefill", t) for t in (1024, 4096)]:
-        bench_mla_case(table, sweep, mode, n)
+def bench_mla(table: Table) -> None:
+    cases = [("decode", b) for b in (1, 16, 64, 128)] + [("prefill", t) for t in (1024, 4096)]
+    for mode, n in [*cases, ("shared prefill", 4096)]:
+        bench_mla_case(table, mode, n)
         torch.cuda.empty_cache()
 
 
-def bench_mla_case(table: Table, sweep: bool, mode: str, n: int) -> None:
+def bench_mla_case(table: Table, mode: str, n: int) -> None:
     scale, keys, slots = 1 / 16, 2048, 32768
     batch, queries = (n, 1) if mode == "decode" else (1, n)
     gathered = n * keys * 1152.0
     sets = sets_for(gathered) if mode == "decode" else 3
     kv = torch.randn(batch, slots, 576, device="cuda", dtype=torch.bfloat16)
     q = torch.randn(sets, batch, queries, 64, 576, device="cuda", dtype=torch.bfloat16)
-    selected = torch.stack([random_selection(n, slots, keys) for _ in range(sets)]).view(sets, batch, queries, keys)
+    choose = neighbourly_selection if mode == "shared prefill" else random_selection
+    selected = torch.stack([choose(n, slots, keys) for _ in range(sets)]).view(sets, batch, queries, keys)
     moved = (gathered if mode == "decode" else slots * 1152) + n * (64 * (576 + 512) * 2 + keys * 4)
     floor = floor_us(moved, 2.0 * n * keys * 64 * (576 + 512))
     oracle = attention_oracle(q[0].view(n, 64, 576), kv, selected[0].view(n, keys), scale)
@@ -153,7 +66,7 @@ def bench_mla_case(table: Table, sweep: bool, mode: str, n: int) -> None:
 
     case = f"{mode} {n}"
     table.add("sparse MLA", case, "ours (CUDA)", ours, sets, floor, check)
-    if sweep and mode == "decode":
+    if table.sweep and mode == "decode":
         for splits in (1, 2, 4, 5, 6, 7, 8, 16):
             name = f"ours (CUDA), splits {splits}"
             table.add("sparse MLA", case, name, lambda i, s=splits: ours(i, splits=s), sets, floor, check)
@@ -184,20 +97,14 @@ def bench_mla_case(table: Table, sweep: bool, mode: str, n: int) -> None:
 # ---- top-k and indexer --------------------------------------------------------------------------------------------
 
 
-def wrong_rows(picked: Tensor, scores: Tensor, k: int) -> float:
-    """Share of rows that differ from a stable sort's choice."""
-    best = scores.sort(dim=-1, descending=True, stable=True).indices[:, :k].sort(-1).values
-    return float((picked.long().sort(-1).values != best).any(-1).float().mean())
-
-
-def bench_topk(table: Table, sweep: bool) -> None:
+def bench_topk(table: Table) -> None:
     cases = [(1, 8192), (1, 32768), (1, 131072), (64, 8192), (64, 32768), (64, 131072), (1024, 32768), (16, 131072)]
     for rows, slots in cases:
-        bench_topk_case(table, sweep, rows, slots)
+        bench_topk_case(table, rows, slots)
         torch.cuda.empty_cache()
 
 
-def bench_topk_case(table: Table, sweep: bool, rows: int, slots: int) -> None:
+def bench_topk_case(table: Table, rows: int, slots: int) -> None:
     k = 2048
     bytes_each = rows * slots * 4.0
     sets = sets_for(bytes_each)
@@ -209,7 +116,7 @@ def bench_topk_case(table: Table, sweep: bool, rows: int, slots: int) -> None:
         return wrong_rows(result, scores[0], k)  # type: ignore[arg-type]
 
     table.add("top-k", case, "ours (CUDA)", lambda i: cuda.stable_topk(scores[i], k), sets, floor, check)
-    if sweep and rows <= 64:
+    if table.sweep and rows <= 64:
         for cluster in (1, 2, 4, 8, 16):
             name = f"ours (CUDA), cluster {cluster}"
             call = lambda i, c=cluster: cuda.stable_topk(scores[i], k, cluster=c)  # noqa: E731
@@ -222,26 +129,18 @@ def bench_topk_case(table: Table, sweep: bool, rows: int, slots: int) -> None:
     table.add("top-k", case, name, lambda i: cuda.stable_topk(tied[i], k), sets, floor, ties)
 
 
-def index_inputs(sets: int, batch: int, queries: int, slots: int) -> tuple[Tensor, ...]:
-    q = torch.randn(sets, batch, queries, 32, 128, device="cuda", dtype=torch.bfloat16)
-    w = torch.randn(sets, batch, queries, 32, device="cuda") / 64
-    k = torch.randn(batch, slots, 128, device="cuda", dtype=torch.bfloat16)
-    last = torch.arange(slots - queries, slots, device="cuda", dtype=torch.int32).expand(batch, queries).contiguous()
-    return q, w, k, torch.zeros_like(last), last
-
-
 INDEX_CASES = [(1, 1, 131072), (16, 1, 32768), (64, 1, 32768), (64, 1, 131072), (1, 1024, 32768)]
 INDEX_SWEEP = [(4, 128, 4, 2), (4, 64, 4, 2)]
 DECODE_SWEEP = [(1, 64, 4, 4), (1, 64, 4, 3), (1, 128, 4, 3)]
 
 
-def bench_index(table: Table, sweep: bool) -> None:
+def bench_index(table: Table) -> None:
     for batch, queries, slots in INDEX_CASES:
-        bench_index_case(table, sweep, batch, queries, slots)
+        bench_index_case(table, batch, queries, slots)
         torch.cuda.empty_cache()
 
 
-def bench_index_case(table: Table, sweep: bool, batch: int, queries: int, slots: int) -> None:
+def bench_index_case(table: Table, batch: int, queries: int, slots: int) -> None:
     key_bytes = batch * slots * 256.0
     sets = sets_for(key_bytes)
     q, w, k, first, last = index_inputs(sets, batch, queries, slots)
@@ -267,7 +166,7 @@ def bench_index_case(table: Table, sweep: bool, batch: int, queries: int, slots:
     table.add("index scores", case, "ours (Triton)", ours, sets, floor, check)
     if queries > 1:
         table.add("index scores", case, "ours (CUDA)", hopper, sets, floor, check)
-    if sweep:
+    if table.sweep:
         for bq, bs, warps, stages in INDEX_SWEEP if queries > 1 else DECODE_SWEEP:
             for programs in (132, 132 * 2):
                 options = dict(block_q=bq, block_s=bs, warps=warps, stages=stages, programs=programs)
@@ -275,7 +174,7 @@ def bench_index_case(table: Table, sweep: bool, batch: int, queries: int, slots:
                 table.add("index scores", case, name, lambda i, o=options: ours(i, **o), sets, floor, check)
 
 
-def bench_select(table: Table, sweep: bool) -> None:
+def bench_select(table: Table) -> None:
     """Score and select together."""
     for batch, queries, slots in INDEX_CASES:
         bench_select_case(table, batch, queries, slots)
@@ -289,20 +188,24 @@ def bench_select_case(table: Table, batch: int, queries: int, slots: int) -> Non
     keys = [k] * sets if batch * slots > 2**20 else [k.clone() for _ in range(sets)]
     floor = floor_us(key_bytes + batch * queries * 8192.0, 2.0 * batch * queries * slots * 32 * 128)
     scores = triton.index_scores(q[0], w[0], keys[0], first, last).flatten(0, 1)
+    case = f"{batch} x {queries} x {slots}"
 
     def check(result: object) -> float:
         return wrong_rows(result.flatten(0, 1)[:64], scores[:64], 2048)  # type: ignore[attr-defined]
 
-    def ours(i: int) -> object:
-        return cuda.index_select(q[i], w[i], keys[i], first, last, 2048)
-
-    table.add("score+select", f"{batch} x {queries} x {slots}", "ours", ours, sets, floor, check)
+    # In tiles of queries whose scores stay in the second cache, and all at once where they fit 256 MiB.
+    for mib in (256, 32) if queries > 1 else (256,):
+        name = f"ours, two steps, {mib} MiB"
+        two = lambda i, mib=mib: cuda.index_select(q[i], w[i], keys[i], first, last, 2048, tile_bytes=mib * 2**20)  # noqa: E731
+        table.add("score+select", case, name, two, sets, floor, check)
+    streamed = lambda i: triton.stream_select(q[i], w[i], keys[i], first, last, 2048)  # noqa: E731
+    table.add("score+select", case, "ours, streamed", streamed, sets, floor, check)
 
 
 # ---- around attention ---------------------------------------------------------------------------------------------
 
 
-def bench_prepare(table: Table, sweep: bool) -> None:
+def bench_prepare(table: Table) -> None:
     """A layer's input to queries that meet the cache, index queries and weights, and the cache's own new rows."""
     for tokens in (1, 16, 64):
         bench_prepare_case(table, tokens)
@@ -379,7 +282,7 @@ def bench_prepare_case(table: Table, tokens: int) -> None:
         table.add("preparation", f"{tokens} tokens", name, call, sets, floor, check)
 
 
-def bench_router(table: Table, sweep: bool) -> None:
+def bench_router(table: Table) -> None:
     weight = torch.randn(256, 6144, device="cuda") * 0.02
     bias = torch.zeros(256, device="cuda")
     for tokens in (1, 64, 4096, 16384):
@@ -419,15 +322,15 @@ MOE_SWEEP: dict[int, Sequence[tuple[tuple[int, ...], tuple[int, ...]]]] = {
 }
 
 
-def bench_moe(table: Table, sweep: bool) -> None:
+def bench_moe(table: Table) -> None:
     experts, width, inner = 256, 6144, 2048
     gate_up = torch.empty(experts, 2 * inner, width, device="cuda", dtype=torch.bfloat16).normal_(std=width**-0.5)
     down = torch.empty(experts, width, inner, device="cuda", dtype=torch.bfloat16).normal_(std=inner**-0.5)
     for tokens in (1, 16, 256, 4096):
-        bench_moe_case(table, sweep, gate_up, down, tokens)
+        bench_moe_case(table, gate_up, down, tokens)
 
 
-def bench_moe_case(table: Table, sweep: bool, gate_up: Tensor, down: Tensor, tokens: int) -> None:
+def bench_moe_case(table: Table, gate_up: Tensor, down: Tensor, tokens: int) -> None:
     experts, width, inner = down.shape
     choices = 8
     sets = 8 if tokens <= 16 else 2
@@ -452,7 +355,7 @@ def bench_moe_case(table: Table, sweep: bool, gate_up: Tensor, down: Tensor, tok
         return triton.grouped_swiglu(x[i], gate_up, down, expert[i], weight[i], **options)
 
     table.add("experts", f"{tokens} tokens", "ours (Triton)", ours, sets, floor, check)
-    if sweep:
+    if table.sweep:
         for tiles in MOE_SWEEP.get(tokens, []):
             name = f"ours {tiles[0]} {tiles[1]}".replace(" ", "")
             table.add("experts", f"{tokens} tokens", name, lambda i, t=tiles: ours(i, tiles=t), sets, floor, check)
@@ -469,7 +372,7 @@ def bench_moe_case(table: Table, sweep: bool, gate_up: Tensor, down: Tensor, tok
     table.add("experts", f"{tokens} tokens", "torch._grouped_mm", grouped, sets, floor, check)
 
 
-BENCHES: dict[str, Callable[[Table, bool], None]] = {
+BENCHES: dict[str, Callable[[Table], None]] = {
     "mla": bench_mla,
     "topk": bench_topk,
     "index": bench_index,
@@ -477,23 +380,9 @@ BENCHES: dict[str, Callable[[Table, bool], None]] = {
     "prepare": bench_prepare,
     "router": bench_router,
     "moe": bench_moe,
+    **kernels_fp8.BENCHES,
+    **kernels_training.BENCHES,
 }
 
-
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--only", default=",".join(BENCHES), help="comma-separated operators")
-    parser.add_argument("--json", type=Path, help="write the rows here")
-    parser.add_argument("--sweep", action="store_true", help="also time other launch shapes")
-    arguments = parser.parse_args()
-    torch.manual_seed(0)
-    print(torch.cuda.get_device_name(), "torch", torch.__version__, flush=True)
-    table = Table()
-    for name in arguments.only.split(","):
-        BENCHES[name](table, arguments.sweep)
-    if arguments.json:
-        arguments.json.write_text(json.dumps([asdict(row) | {"share": row.share} for row in table.rows], indent=1))
-
-
 if __name__ == "__main__":
-    main()
+    main(__doc__, BENCHES)

@@ -1,6 +1,6 @@
 """Time the operators of training on one Hopper GPU beside torch and beside the chip's limit.
 
-    python benchmarks/kernels_training.py [--only mla,indexer,warmup,experts,head,muon,swiglu] [--json FILE]
+    python benchmarks/kernels_training.py [--only mla_backward,indexer,warmup,experts,head,muon,swiglu] [--json FILE]
 
 Medians of calls between two events; inputs are random and larger than the L2 cache. The error is the largest relative
 2-norm of a gradient against fp32 where it is given; the tests check the rest. Floors as in `benchmarks/kernels.py`.
@@ -9,13 +9,8 @@ Read next: docs/kernels.md.
 
 from __future__ import annotations
 
-import argparse
-import json
 import os
-import statistics
 from collections.abc import Callable
-from dataclasses import asdict
-from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -26,30 +21,10 @@ from glm5.kernels.newton_schulz import newton_schulz
 from glm5.kernels.triton import basic_backward, indexer_loss, indexer_warmup, moe_backward
 from glm5.kernels.triton import cross_entropy as head
 from glm5.kernels.visibility import Visibility
-from kernels import Row, Table, floor_us, random_selection, relative
+from inputs import random_selection
+from timing import Table, floor_us, main, relative
 
 SCALE = 1 / 16
-
-
-def event_us(call: Callable[[], object], repeats: int = 7) -> float:
-    call()
-    start, stop = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-    times = []
-    for _ in range(repeats):
-        start.record()
-        call()
-        stop.record()
-        stop.synchronize()
-        times.append(start.elapsed_time(stop) * 1e3)
-    return statistics.median(times)
-
-
-def add(
-    table: Table, operator: str, case: str, name: str, call: Callable[[], object], floor: float, error: float
-) -> None:
-    row = Row(operator, case, name, event_us(call), floor, error)
-    table.rows.append(row)
-    print(f"{operator:14} {case:22} {name:28} {row.us:9.1f} us  floor {floor:8.1f}  {row.share:5.0%}  err {error:.1e}")
 
 
 # ---- sparse MLA ---------------------------------------------------------------------------------------------------
@@ -95,7 +70,7 @@ def bench_mla_case(table: Table, slots: int) -> None:
         found = ours(few)
         error = max(relative(found[0][0], oracle[0]), relative(found[1][0], oracle[1]))
         name = "ours (CUDA), fixed order" if fixed else "ours (CUDA)"
-        add(table, "MLA backward", f"4096 of {slots}", name, ours, floor, error)
+        table.add_call("MLA backward", f"4096 of {slots}", name, ours, floor, error)
 
     def plain() -> None:  # 256 queries, gathered, by autograd
         leaves = [x.detach().requires_grad_() for x in (q[0, :256], kv[0])]
@@ -103,8 +78,7 @@ def bench_mla_case(table: Table, slots: int) -> None:
         p = (torch.bmm(leaves[0], rows.mT).float() * SCALE).softmax(-1).bfloat16()
         torch.bmm(p, rows[..., :512]).backward(grad[0, :256])
 
-    add(
-        table,
+    table.add_call(
         "MLA fwd+bwd",
         f"256 of {slots}",
         "torch, gathered",
@@ -139,12 +113,14 @@ def bench_indexer(table: Table) -> None:
 
     target = distribution()[0]
     floor = floor_us(0, 2.0 * queries * keys * 64 * 576)
-    add(table, "distribution", "4096 of 32768", "ours (CUDA)", distribution, floor, relative(target[0, :few], wanted))
+    table.add_call(
+        "distribution", "4096 of 32768", "ours (CUDA)", distribution, floor, relative(target[0, :few], wanted)
+    )
     floor = floor_us(0, 2.0 * queries * keys * 32 * 128 * 4)
     for fixed in (False, True):
         name = "ours (Triton), fixed order" if fixed else "ours (Triton)"
         call = lambda fixed=fixed: indexer_loss.selected_loss(iq, iw, ik, selected, target, deterministic=fixed)  # noqa: E731
-        add(table, "indexer KL", "4096 of 32768", name, call, floor, 0.0)
+        table.add_call("indexer KL", "4096 of 32768", name, call, floor, 0.0)
 
 
 def bench_warmup(table: Table) -> None:
@@ -162,7 +138,7 @@ def bench_warmup_case(table: Table, tokens: int) -> None:
     def ours() -> object:
         return indexer_warmup.interval_loss(iq, iw, ik, q, k, *bounds, SCALE, 2048, select=cuda.stable_topk)
 
-    add(table, "warm-up KL", f"{tokens} causal", "ours (Triton)", ours, floor, 0.0)
+    table.add_call("warm-up KL", f"{tokens} causal", "ours (Triton)", ours, floor, 0.0)
 
 
 # ---- experts, head, Muon, SwiGLU ----------------------------------------------------------------------------------
@@ -201,8 +177,8 @@ def bench_experts_case(table: Table, weights: list[Tensor], tokens: int) -> None
     pairs = tokens * choices
     flop, moved = 6.0 * pairs * width * inner, 2.0 * experts * 3 * width * inner
     floor = 3 * floor_us(moved, flop)
-    add(table, "experts fwd+bwd", f"{tokens} tokens", "ours", ours, floor, 0.0)
-    add(table, "experts fwd+bwd", f"{tokens} tokens", "torch._grouped_mm, autograd", library, floor, 0.0)
+    table.add_call("experts fwd+bwd", f"{tokens} tokens", "ours", ours, floor, 0.0)
+    table.add_call("experts fwd+bwd", f"{tokens} tokens", "torch._grouped_mm, autograd", library, floor, 0.0)
 
 
 def bench_head(table: Table) -> None:
@@ -228,7 +204,7 @@ def bench_head(table: Table) -> None:
     ours()
     extra = torch.cuda.max_memory_allocated() - before - weight.nbytes - tokens * width * 4
     print(f"head: {extra / 2**30:.2f} GiB besides the two gradients")
-    add(table, "head and loss", "4096 x 154880", "ours, with entropy", ours, floor, error)
+    table.add_call("head and loss", "4096 x 154880", "ours, with entropy", ours, floor, error)
     leaves = hidden.requires_grad_(), weight.requires_grad_()
 
     def full() -> None:
@@ -238,8 +214,19 @@ def bench_head(table: Table) -> None:
     def specification() -> None:
         torch.autograd.grad(linear_cross_entropy(hidden, weight, targets, factors).loss_sum, leaves)
 
-    add(table, "head and loss", "4096 x 154880", "ours, through autograd", specification, floor, error)
-    add(table, "head and loss", "4096 x 154880", "torch, all logits", full, floor, 0.0)
+    table.add_call("head and loss", "4096 x 154880", "ours, through autograd", specification, floor, error)
+    table.add_call("head and loss", "4096 x 154880", "torch, all logits", full, floor, 0.0)
+    try:
+        from liger_kernel.ops.fused_linear_cross_entropy import LigerFusedLinearCrossEntropyFunction as Liger
+    except Exception as problem:
+        print(f"Liger takes no part: {problem}")
+        return
+
+    def liger() -> None:
+        found = Liger.apply(hidden, weight, targets)
+        torch.autograd.grad(found[0] if isinstance(found, tuple) else found, leaves)
+
+    table.add_call("head and loss", "4096 x 154880", "Liger", liger, floor, 0.0)
 
 
 def bench_muon(table: Table) -> None:
@@ -248,7 +235,7 @@ def bench_muon(table: Table) -> None:
         floor = floor_us(0, 10.0 * n * rows * rows * (1.5 * columns + 0.5 * rows))
         for name, mode in (("ours", ""), ("torch", "torch")):
             os.environ["GLM5_KERNELS"] = mode
-            add(table, "Newton-Schulz", f"{n} x {rows} x {columns}", name, lambda x=x: newton_schulz(x), floor, 0.0)
+            table.add_call("Newton-Schulz", f"{n} x {rows} x {columns}", name, lambda x=x: newton_schulz(x), floor, 0.0)
         os.environ["GLM5_KERNELS"] = ""
 
 
@@ -260,11 +247,11 @@ def bench_swiglu(table: Table) -> None:
     plain = lambda gate, up: torch.nn.functional.silu(gate) * up  # noqa: E731
     for name, call in (("ours (Triton)", basic_backward.SwiGLU.apply), ("torch", plain)):
         run = lambda call=call: torch.autograd.grad(call(gate, up), (gate, up), grad)  # noqa: E731
-        add(table, "SwiGLU fwd+bwd", "8192 x 12288", name, run, floor, 0.0)
+        table.add_call("SwiGLU fwd+bwd", "8192 x 12288", name, run, floor, 0.0)
 
 
 BENCHES: dict[str, Callable[[Table], None]] = {
-    "mla": bench_mla,
+    "mla_backward": bench_mla,
     "indexer": bench_indexer,
     "warmup": bench_warmup,
     "experts": bench_experts,
@@ -274,20 +261,5 @@ BENCHES: dict[str, Callable[[Table], None]] = {
 }
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--only", default=",".join(BENCHES), help="comma-separated operators")
-    parser.add_argument("--json", type=Path, help="write the rows here")
-    arguments = parser.parse_args()
-    torch.manual_seed(0)
-    print(torch.cuda.get_device_name(), "torch", torch.__version__, flush=True)
-    table = Table()
-    for name in arguments.only.split(","):
-        BENCHES[name](table)
-        torch.cuda.empty_cache()
-    if arguments.json:
-        arguments.json.write_text(json.dumps([asdict(row) | {"share": row.share} for row in table.rows], indent=1))
-
-
 if __name__ == "__main__":
-    main()
+    main(__doc__, BENCHES)

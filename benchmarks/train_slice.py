@@ -28,7 +28,7 @@ from glm5.kernels.cross_entropy import linear_cross_entropy
 from glm5.model.config import ModelConfig
 from glm5.model.glm5 import GLM5
 from glm5.model.trace import Aux
-from kernels_training import event_us
+from timing import event_us
 
 BYTES_PER_S, FLOP_PER_S, GIB = 4.3e12, 790e12, 2**30
 STAGES = ("dense", "warmup", "sparse")
