@@ -23,8 +23,8 @@ from glm5.kernels.cross_entropy import CHUNK_ELEMENTS
 from glm5.model.glm5 import GLM5
 from glm5.posttrain.logprobs import Kept
 from glm5.posttrain.losses import LossMetrics, policy_loss
-from glm5.posttrain.rows import PolicyRows, micro_batches
-from glm5.posttrain.update import PolicyUpdate
+from glm5.posttrain.rows import PolicyRows
+from glm5.posttrain.update import PolicyUpdate, own_micro_batches
 
 # Divergences of equal weights are smaller, where rows are cut otherwise; they must not move a policy (see `distill`).
 ROUNDING = 1e-6
@@ -101,7 +101,7 @@ class DivergenceUpdate(PolicyUpdate):
 
     def __init__(self, base: PolicyUpdate, teachers: Sequence[GLM5], top: int) -> None:
         settings: dict[str, Any] = dict(micro_batch=base.micro_batch, clip=base.clip, sparse=base.sparse)
-        super().__init__(base.model, base.optimizer, base.loss, **settings)
+        super().__init__(base.model, base.optimizer, base.loss, **settings, ranks=base.ranks)
         self.teachers, self.top = teachers, top
 
     def __call__(
@@ -109,9 +109,9 @@ class DivergenceUpdate(PolicyUpdate):
     ) -> dict[str, float]:
         """As `PolicyUpdate`; "loss" is the mean divergence. What was remembered of older policies is not needed."""
         counts = rows.counts(rollouts)
-        metrics, total, moving = LossMetrics(), 0.0, 0
+        metrics, total, moving = LossMetrics(), 0.0, 0.0
         self.optimizer.zero_grad(set_to_none=True)
-        for (numbers,) in zip(*micro_batches(len(rows), self.micro_batch), strict=True):
+        for numbers in own_micro_batches(rows, self.micro_batch, self.ranks):
             part = rows.take(numbers)
             at_A = part.mask_BT.flatten().nonzero().squeeze(1)
             hidden_AD = part.hidden(self.model, sparse=self.sparse).flatten(0, 1)[at_A]
@@ -120,18 +120,21 @@ class DivergenceUpdate(PolicyUpdate):
             ones_A = torch.ones_like(apart_A)
             weights_A = counts.weights(self.loss, ones_A, part.rollout_BT.flatten()[at_A]).to(kl_A.dtype)
             loss = (weights_A * kl_A.where(apart_A, 0.0)).sum()
-            self.refuse(float(loss.detach()))
             loss.backward()
             with torch.no_grad():
                 actions = part.actions(part.found(self.model, hidden_AD, at_A, with_entropy=True))
                 metrics.add(policy_loss(self.loss, actions, counts).metrics)
-            total, moving = total + float(loss.detach()), moving + int(apart_A.sum())
-        return {**metrics.values(), "loss": total, **self.finish(moving)}
+            total, moving = total + float(loss.detach()), moving + float(apart_A.sum())
+        total, moving = self.everyone(total, moving)
+        metrics.over(self.ranks)
+        return {**metrics.values(), "loss": total, **self.finish(total, moving)}
 
     def _divergence(self, part: PolicyRows, hidden_AD: Tensor, at_A: Tensor) -> Tensor:
         assert part.teacher_BT is not None
         teacher_A = part.teacher_BT.flatten()[at_A]
-        found_A = hidden_AD.new_zeros(len(at_A), dtype=torch.promote_types(hidden_AD.dtype, torch.float32))
+        head_VD, accum = self.model.lm_head.weight, torch.promote_types(hidden_AD.dtype, torch.float32)
+        # Zeros with a gradient, also of the head: an empty row has them, so that all ranks have the same gradients.
+        found_A = 0 * (hidden_AD.sum(-1) + head_VD.sum()).to(accum)
         for number, teacher in enumerate(self.teachers):
             mine_M = (teacher_A == number).nonzero().squeeze(1)
             if not len(mine_M):
@@ -140,7 +143,7 @@ class DivergenceUpdate(PolicyUpdate):
                 states_MD = part.without_replay().hidden(teacher).flatten(0, 1)[at_A[mine_M]]
             kl_M = reverse_kl(
                 hidden_AD[mine_M],
-                self.model.lm_head.weight,
+                head_VD,
                 states_MD,
                 teacher.lm_head.weight,
                 temperature_N=part.temperature_BT.flatten()[at_A[mine_M]],

@@ -30,6 +30,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from glm5.train.ranks import Ranks
 from glm5.utils.errors import ConfigError
 
 Objective = Literal["clip", "sequence_clip", "double_sided"]
@@ -309,6 +310,15 @@ class LossMetrics:
         for name, value in other.maxima.items():
             self.maxima[name] = torch.maximum(self.maxima[name], value) if name in self.maxima else value
 
+    def over(self, ranks: Ranks) -> None:
+        """Take in those of all ranks, which have made the same figures."""
+        if ranks.alone:
+            return
+        for name in sorted(self.sums):
+            self.sums[name] = ranks.sum(self.sums[name].double())
+        for name in sorted(self.maxima):
+            ranks.largest(self.maxima[name], "data")
+
     def values(self) -> dict[str, float]:
         """Means, shares and extremes. A part without actions says nothing but that there were none."""
         found = {name: float(value) for name, value in self.sums.items()}
@@ -447,11 +457,11 @@ def _measure(
         reference_N = torch.where(mask_N, actions.reference_logprobs, 0.0)
         made["kl_ref"] = kl(logprobs_N, reference_N, "k3").detach().sum()
     maxima = {}
-    if len(mask_N):
-        for name, value_N in (
-            ("train_rollout_logprob_abs_diff_max", apart_N),
-            ("ratio_max", rho_N),
-            ("ratio_min", -rho_N),
-        ):
-            maxima[name] = torch.where(mask_N, value_N, float("-inf")).amax().detach()
+    for name, value_N in (
+        ("train_rollout_logprob_abs_diff_max", apart_N),
+        ("ratio_max", rho_N),
+        ("ratio_min", -rho_N),
+    ):
+        none = value_N.new_full((), float("-inf"))
+        maxima[name] = torch.where(mask_N, value_N, none).amax().detach() if len(mask_N) else none
     return LossMetrics(made, maxima)

@@ -1,7 +1,8 @@
 """One update of a policy from packed rows, in micro-batches; and scores of rows under a model.
 
 It is the part of reinforcement learning between rollouts and weights: counts of the whole batch once, a loss for each
-micro-batch, then clip and step, or no step where nothing is to be learned. Read next: `losses`, `rows`.
+micro-batch, then clip and step, or no step where nothing is to be learned. On several ranks each has the whole model
+and all rows, reads its share of them, and steps by the sum of all gradients. Read next: `losses`, `rows`.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from glm5.model.trace import Aux
 from glm5.posttrain.losses import BatchCounts, LossConfig, LossMetrics, mismatch_ratio, policy_loss, sequence_log_ratio
 from glm5.posttrain.rows import PolicyRows, micro_batches
 from glm5.train.optim import clip_grad_norm
+from glm5.train.ranks import Ranks
 from glm5.utils.errors import NumericalError
 
 
@@ -28,17 +30,29 @@ def freeze_indexers(model: GLM5) -> None:
 
 
 @torch.no_grad()
-def score(model: GLM5, rows: PolicyRows, *, micro_batch: int = 1, sparse: bool | None = None) -> Tensor:
-    """log π of every action under a model, fp32 [B, T], 0 elsewhere: for the old policy, a reference or a teacher."""
+def score(
+    model: GLM5, rows: PolicyRows, *, micro_batch: int = 1, sparse: bool | None = None, ranks: Ranks | None = None
+) -> Tensor:
+    """log π of every action under a model, fp32 [B, T], 0 elsewhere: for the old policy, a reference or a teacher.
+
+    ranks: that share the rows out; all have all of them, before and after.
+    """
+    ranks = ranks or Ranks()
     found_BT = torch.zeros_like(rows.logprobs_BT)
-    for (numbers,) in zip(*micro_batches(len(rows), micro_batch), strict=True):
+    for numbers in own_micro_batches(rows, micro_batch, ranks):
         part = rows.take(numbers)
         logprobs = part.logprobs(model, sparse=sparse).logprobs_N
         held = [n for n in numbers if n >= 0]
         here = torch.zeros_like(part.logprobs_BT)
         here[part.mask_BT] = logprobs.to(here.dtype)
         found_BT[held] = here[: len(held)]
-    return found_BT
+    return ranks.sum(found_BT)
+
+
+def own_micro_batches(rows: PolicyRows, size: int, ranks: Ranks) -> list[list[int]]:
+    """This rank's of all, by their rows' numbers."""
+    place = 0 if ranks.world is None else ranks.world.place("dp")
+    return micro_batches(len(rows), size, ranks.count("dp"))[place]
 
 
 class PolicyUpdate:
@@ -49,6 +63,7 @@ class PolicyUpdate:
         micro_batch: rows at once. clip: largest global gradient norm, 0 for none.
         sparse: attention of the trainer's passes; None is what the model was trained for, as in the engine.
         indexer_weight: of the indexers' KL beside the policy's loss, a mean over queries; 0 lets them rest.
+        ranks: that share the rows out, on a mesh of dp alone; each calls with the same model and rows.
 
     `skipped` counts batches that had nothing to learn from.
     """
@@ -63,10 +78,11 @@ class PolicyUpdate:
         clip: float = 1.0,
         sparse: bool | None = None,
         indexer_weight: float = 0.0,
+        ranks: Ranks | None = None,
     ) -> None:
         self.model, self.optimizer, self.loss = model, optimizer, loss
         self.micro_batch, self.clip, self.sparse = micro_batch, clip, sparse
-        self.indexer_weight = indexer_weight
+        self.indexer_weight, self.ranks = indexer_weight, ranks or Ranks()
         self.skipped = 0
 
     def __call__(
@@ -90,10 +106,10 @@ class PolicyUpdate:
         """
         counts = rows.counts(rollouts)
         log_s, ratio_BT = self._of_sequences(rows, counts, old_BT)
-        metrics, total, moving, kl = LossMetrics(), 0.0, 0, 0.0
+        metrics, total, moving, kl = LossMetrics(), 0.0, 0.0, 0.0
         queries = max(1, rows.queries)
         self.optimizer.zero_grad(set_to_none=True)
-        for (numbers,) in zip(*micro_batches(len(rows), self.micro_batch), strict=True):
+        for numbers in own_micro_batches(rows, self.micro_batch, self.ranks):
             part, held = rows.take(numbers), [max(n, 0) for n in numbers]
             at, aux = part.mask_BT, Aux(indexer=True) if self.indexer_weight else None
             actions = part.actions(
@@ -105,27 +121,38 @@ class PolicyUpdate:
             )
             found = policy_loss(self.loss, actions, counts)
             value, loss = float(found.loss.detach()), found.loss
-            self.refuse(value)
             if aux is not None:
                 indexer_kl = aux.indexer_kl() / queries
                 loss, kl = loss + self.indexer_weight * indexer_kl, kl + float(indexer_kl.detach())
             loss.backward()
             metrics.add(found.metrics)
-            total, moving = total + value, moving + int(found.moving)
+            total, moving = total + value, moving + float(found.moving)
+        total, moving, kl = self.everyone(total, moving, kl)
+        metrics.over(self.ranks)
         learned = {"indexer_kl": kl} if self.indexer_weight else {}
-        return {**metrics.values(), **learned, "loss": total, **self.finish(moving)}
+        return {**metrics.values(), **learned, "loss": total, **self.finish(total, moving)}
 
-    def refuse(self, loss: float) -> None:
-        """Raises:
-        NumericalError: a part's loss is not finite; the weights stay.
+    def everyone(self, *numbers: float) -> list[float]:
+        """Each number's sum over the ranks."""
+        return self.ranks.sum(torch.tensor(numbers, dtype=torch.float64, device=self.ranks.device)).tolist()
+
+    def finish(self, loss: float, moving: float) -> dict[str, float]:
+        """Clip and step, where a gradient moves something: those of all ranks.
+
+        Args:
+            loss, moving: of all ranks together.
+
+        Raises:
+            NumericalError: the loss is not finite; the weights stay.
         """
         if not math.isfinite(loss):
             self.optimizer.zero_grad(set_to_none=True)
             raise NumericalError(f"the policy's loss is {loss}", "Lower the learning rate, or look at the rollouts")
-
-    def finish(self, moving: int) -> dict[str, float]:
-        """Clip and step, where a gradient moves something."""
         norm = 0.0
+        if self.ranks.count("dp") > 1:
+            for parameter in self.model.parameters():  # every rank read as many rows, so that all have the same ones
+                if parameter.grad is not None:
+                    self.ranks.sum(parameter.grad)
         if moving:
             norm = clip_grad_norm(list(self.model.named_parameters()), self.clip or math.inf)
             self.optimizer.step()
@@ -142,7 +169,7 @@ class PolicyUpdate:
         by_sequence = loss.correction != "none" and loss.correction_level != "token"
         if loss.objective != "sequence_clip" and not by_sequence:
             return None, None
-        now_BT = score(self.model, rows, micro_batch=self.micro_batch, sparse=self.sparse)
+        now_BT = score(self.model, rows, micro_batch=self.micro_batch, sparse=self.sparse, ranks=self.ranks)
         before_N = (now_BT if old_BT is None else old_BT).flatten()
         log_s = sequence_log_ratio(now_BT.flatten(), before_N, rollout_N, mask_N, counts.actions_S)
         engine_N = rows.logprobs_BT.flatten()
