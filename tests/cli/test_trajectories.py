@@ -111,3 +111,22 @@ def test_records_of_a_session() -> None:
         with pytest.raises(DataError, match=said):
             records_of_session({**session, "trajectories": [{**given, "turns": [0], **change}]})
     assert records_of_session({**session, "trajectories": [{**given, "drawn": [False] * 2, "turns": [0]}]}) == []
+
+
+def test_shows_messages(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    tokenizer = chat_tokenizer()
+    tokenizer.save(tmp_path)
+    prompt = [*tokenizer.prefix_ids, *tokenizer.encode("<|user|>the path<|assistant|><think>", allow_special=True)]
+    answer = tokenizer.encode("hm</think>ping<|user|>", allow_special=True)
+    drawn = [False] * len(prompt) + [True] * len(answer)
+    file = str(tmp_path / "t.sqlite")
+    with Store(file) as store:
+        store.start("g", "t", ["a"])
+        record = Record([*prompt, *answer], drawn, [-1.0] * len(drawn), [1] * len(drawn))
+        store.deliver("a", Outcome.OK, 1.0, [record])
+    lines = told(capsys, file, "a", "--messages", "--tokenizer", str(tmp_path)).splitlines()
+    assert [json.loads(line) for line in lines] == [
+        {"trajectory": 0, "role": "user", "content": "the path"},
+        {"trajectory": 0, "role": "assistant", "content": "ping", "reasoning_content": "hm"},
+    ]
+    assert "--tokenizer DIR" in told(capsys, file, "a", "--messages", status=2)

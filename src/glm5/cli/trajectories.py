@@ -48,6 +48,8 @@ class Options:
     """At most so many rows; None for all. An export has all, unless told."""
     tokenizer: str | None = None
     """A model's directory: show a sample's tokens as text too."""
+    messages: bool = False
+    """Show a sample as messages, in OpenAI's form, one a line; needs the tokenizer."""
     export: str | None = None
     """Write the samples to this file: .jsonl or .parquet."""
     json: bool = False
@@ -115,6 +117,9 @@ def _or(value: int | None) -> str:
 
 def _show(store: Store, options: Options) -> None:
     sample, records = store.sample(options.sample), store.records(options.sample)
+    if options.messages:
+        _messages(records, options)
+        return
     if options.json:
         told: dict[str, Any] = {**sample.to_json(), "trajectories": [record.to_json() for record in records]}
         print(json.dumps(told, ensure_ascii=False))
@@ -129,6 +134,19 @@ def _show(store: Store, options: Options) -> None:
         for turn in record.turns:
             print(f"  {json.dumps(dict(turn), ensure_ascii=False)}")
         _tokens(record, spell, options.limit)
+
+
+def _messages(records: Sequence[Record], options: Options) -> None:
+    if options.tokenizer is None:
+        raise UserError("--messages needs the tokenizer", "Give the model's directory: --tokenizer DIR")
+    from glm5.posttrain.transcript import transcript
+    from glm5.text.messages import messages_to_openai
+    from glm5.text.tokenizer import load_tokenizer
+
+    tokenizer = load_tokenizer(options.tokenizer)
+    for part, record in enumerate(records):
+        for message in messages_to_openai(transcript(record, tokenizer).messages):
+            print(json.dumps({"trajectory": part, **message}, ensure_ascii=False))
 
 
 def _tokens(record: Record, spell: Any, limit: int | None) -> None:
