@@ -105,10 +105,10 @@ def test_a_value_does_not_depend_on_what_lies_beside_an_answer() -> None:
 
 
 def test_losses_have_their_formulas_values() -> None:
-    chosen, rejected = torch.tensor([1.0, 0.0]), torch.tensor([0.0, 2.0])
-    expected = math.log(1 + math.exp(-1)) + math.log(1 + math.exp(2))
+    chosen, rejected = torch.tensor([1.0, 0.5]), torch.tensor([0.5, 2.0])
+    expected = math.log(1 + math.exp(-0.5)) + math.log(1 + math.exp(1.5))
     assert float(pair_loss(chosen, rejected, 0.0)) == pytest.approx(expected)
-    assert float(pair_loss(chosen, rejected, 0.1)) == pytest.approx(expected + 0.1 * (1 + 4))
+    assert float(pair_loss(chosen, rejected, 0.1)) == pytest.approx(expected + 0.1 * (2.25 + 6.25))
     p = 1 / (1 + math.exp(-0.5))
     expected = -(0.25 * math.log(p) + 0.75 * math.log(1 - p))
     assert float(point_loss(torch.tensor([0.5]), torch.tensor([0.25]))) == pytest.approx(expected)
