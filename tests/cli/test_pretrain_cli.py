@@ -19,6 +19,7 @@ import torch
 from glm5.cli import main as cli
 from glm5.cli.pretrain import choose, describe, take_option
 from glm5.model.presets import mini
+from glm5.train.midtrain import MidtrainConfig
 from glm5.train.prepare import TextConfig
 from glm5.train.pretrain import PretrainConfig
 from glm5.utils.config_io import to_dict
@@ -143,6 +144,11 @@ def test_mistakes_are_one_line_with_the_mend(run: Callable[..., Found]) -> None:
             ("pretrain", "--train.mtp-depths", "2", "--model.num-nextn-predict-layers", "0"),
             "this model has no MTP block",
         ),
+        (("pretrain", "--vocab-size", "512", "--model.vocab_size", "600"), "contradict each other"),
+        (("pretrain", "--from", "nowhere"), "nowhere"),
+        (("pretrain", "--from", "a", "--preset", "nano"), "--preset nano and --from a both choose the shape"),
+        (("pretrain", "--mesh", "pp=2", "--train.micro-batch", "3"), "train.batch.initial=8: must be a multiple of"),
+        (("pretrain", "--mesh", "pp=2", "--train.micro-batch", "3"), "make it 9, or micro_batch 2"),
         (("sparsify",), "must name the dense model's directory"),
         (("sparsify", "nowhere", "--corpus", "corpus"), "nowhere: no such directory"),
     ):
@@ -186,5 +192,8 @@ def test_a_configuration_is_shown_whole() -> None:
         assert word in text
     assert all(len(line) <= 100 for line in lines)
     assert [line.split()[0] for line in lines if not line.startswith(" ")] == ["run", "pipeline", "model", "train"]
+    lines = describe(to_dict(MidtrainConfig()))
+    assert [line.split()[0] for line in lines if not line.startswith(" ")][-3:] == ["stages.0", "stages.1", "stages.2"]
+    assert "seq_len=202752" in " ".join(lines)
     with pytest.raises(ConfigError, match="seq_len=0"):
         TextConfig(seq_len=0)

@@ -11,17 +11,19 @@ from __future__ import annotations
 
 import io
 import multiprocessing
+import os
 import tempfile
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from multiprocessing.connection import wait
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from glm5.parallel.mesh import Mesh, open_world
+from glm5.parallel.mesh import Mesh, World, open_world
 
 _CONTEXT = multiprocessing.get_context("forkserver")
 _CONTEXT.set_forkserver_preload(["torch", "torch.distributed.fsdp", "glm5.train.loop", "glm5.parallel.mesh"])
@@ -47,6 +49,18 @@ def exit_codes(ranks: int, mesh: str | Mesh, check: Callable[..., Any], *args: A
         _, processes = _start(ranks, mesh, check, args, timeout, folder)
         _end(processes, timeout)
         return [process.exitcode for process in processes]
+
+
+@contextmanager
+def as_launched(world: World) -> Iterator[None]:
+    """Let this rank look as torchrun's processes do, for commands that ask."""
+    before = dict(os.environ)
+    os.environ |= {"RANK": str(world.rank), "WORLD_SIZE": str(world.size), "MASTER_ADDR": "none", "MASTER_PORT": "1"}
+    try:
+        yield
+    finally:
+        os.environ.clear()
+        os.environ.update(before)
 
 
 def _start(

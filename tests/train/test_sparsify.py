@@ -13,6 +13,7 @@ from test_pretrain import config as pretrain_config
 from test_pretrain import write_corpus
 
 from glm5.model.weights import load_model, save_model
+from glm5.parallel.mesh import World
 from glm5.text.tokenizer import load_tokenizer
 from glm5.train import evaluate
 from glm5.train.config import TrainConfig
@@ -23,6 +24,7 @@ from glm5.train.schedule import BatchWarmup, LearningRate
 from glm5.train.sparsify import SparsifyConfig, sparsify
 from glm5.utils.errors import CheckpointError, ConfigError, DataError
 from glm5.utils.runlog import read_metrics
+from support.ranks import as_launched, run_ranks
 
 
 @pytest.fixture(autouse=True)
@@ -141,6 +143,29 @@ def test_stopped_in_either_stage_it_ends_in_the_same_bytes(
     for name in ("model.safetensors", "config.json"):
         assert (whole.model / name).read_bytes() == (broken.model / name).read_bytes()
     assert whole.result == broken.result
+
+
+def _on_ranks(world: World, dense: str, run: str) -> tuple[dict[str, float], dict[str, float]]:
+    with as_launched(world):
+        found = sparsify(config(Path(dense), Path(run), mesh="dp=2,ep=2"), lambda _: None)
+        return found.bits_per_byte, found.recall
+
+
+def test_both_stages_run_on_ranks(dense: Path, tmp_path: Path) -> None:
+    """Warm-up and adaptation, the way between them, and every measurement: as in one process."""
+    alone = sparsify(config(dense, tmp_path / "alone"), lambda _: None)
+    for bits, recall in run_ranks(2, "dp=2,ep=2", _on_ranks, str(dense), str(tmp_path / "ranks")):
+        assert list(bits) == list(alone.bits_per_byte)
+        assert bits == pytest.approx(alone.bits_per_byte, rel=2e-3)
+        assert recall == pytest.approx(alone.recall, abs=0.02)
+    for stage, name in (("warmup", "indexer_kl"), ("adapt", "loss")):
+        one, many = ([m[name] for m in read_metrics(tmp_path / run / stage)] for run in ("alone", "ranks"))
+        assert many == pytest.approx(one, rel=2e-3)
+    dense_weights = load_model(dense / "run" / "model").state_dict()
+    warmed = load_model(tmp_path / "ranks" / "warmup" / "model").state_dict()
+    moved = {n for n, t in warmed.items() if not torch.equal(t, dense_weights[n])}
+    assert moved
+    assert all(".indexer." in name for name in moved)
 
 
 def test_a_finished_run_measures_nothing_twice(dense: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

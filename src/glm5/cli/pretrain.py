@@ -124,6 +124,8 @@ def describe(config: Mapping[str, Any], width: int = 100) -> list[str]:
     for name, value in config.items():
         if isinstance(value, Mapping):
             parts[name] = _fields(value)
+        elif isinstance(value, list) and value and isinstance(value[0], Mapping):
+            parts |= {f"{name}.{i}": _fields(each) for i, each in enumerate(value)}
         elif value not in ("", (), [], None):
             parts["run"].append(f"{name}={_plain(value)}")
     lines = []
@@ -139,7 +141,7 @@ def _fields(values: Mapping[str, Any], prefix: str = "") -> list[str]:
     for name, value in values.items():
         if isinstance(value, Mapping):
             words += _fields(value, f"{prefix}{name}.")
-        elif value is not None:
+        elif value not in ("", (), [], None):
             words.append(f"{prefix}{name}={_plain(value)}")
     return words
 
