@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 # pip takes whatever build its index offers, and keeps one that is installed; name another to override it.
 TORCH ?= torch>=2.11,<2.14
 
-.PHONY: demo test tools lint format setup clean
+.PHONY: demo test tools lint format setup clean prove-tasks test-environments
 
 setup: $(VENV)/.installed
 
@@ -33,6 +33,20 @@ tools:
 
 test: lint tools
 	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist worksteal $(ARGS)
+
+# Harbor itself attempts our terminal tasks: docs/sandbox.md. Needs Podman and Python 3.12; a quarter of an hour each way.
+prove-tasks: setup
+	@$(BIN)/python benchmarks/harbor_tasks.py $(ARGS)
+
+# The adapter for environments of the package verifiers, with that package, which wants an older openai than the tests.
+test-environments: .venv-environments/.installed
+	@PYTHONPATH=src .venv-environments/bin/python -m pytest tests/agents/test_environments.py $(ARGS)
+
+.venv-environments/.installed:
+	@$(PYTHON) -m venv .venv-environments
+	@.venv-environments/bin/python -m pip install --quiet --disable-pip-version-check \
+	  'verifiers==0.4.0' 'pytest>=8' 'pytest-timeout>=2.3' 'starlette>=0.40' 'uvicorn>=0.34' 'httpx>=0.27'
+	@touch $@
 
 format: setup
 	@$(BIN)/ruff format .
