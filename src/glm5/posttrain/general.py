@@ -127,6 +127,9 @@ class Generalist(Reasoner):
             **self.monitors.watch(seen(groups)),
         }, groups
 
+    def shown(self, metrics: dict[str, Any]) -> dict[str, float]:
+        return {**super().shown(metrics), **({"alerts": metrics["alerts"]} if metrics.get("alerts") else {})}
+
     def figures(self) -> dict[str, Any]:
         judge = self.hybrid.judge
         spent = {} if judge is None else {"judge/calls": judge.endpoint.calls, "judge/tokens": judge.endpoint.tokens}
