@@ -276,8 +276,8 @@ def bench_moe_case(table: Table, gate_up: Packed, down: Packed, tokens: int) -> 
 
     table.add("experts fp8", f"{tokens} tokens", "ours (Triton)", ours, sets, floor, check)
     if table.sweep:
-        tiles = {1: [(16, 8, 4)], 16: [(16, 8, 4), (16, 4, 3)], 256: [(32, 4, 4), (16, 4, 4)]}
-        for tile in tiles.get(tokens, [(128, 16, 3), (64, 4, 4), (128, 8, 3), (64, 8, 3)]):
+        tiles = {1: [(16, 4, 5)], 16: [(16, 4, 5), (16, 8, 4)], 256: [(16, 4, 4), (32, 8, 4), (32, 4, 5)]}
+        for tile in tiles.get(tokens, [(64, 8, 4), (128, 16, 4), (128, 8, 4), (64, 4, 4)]):
             name = f"ours (Triton) {tile}"
             table.add("experts fp8", f"{tokens} tokens", name, lambda i, t=tile: ours(i, t), sets, floor, check)
 

@@ -1,9 +1,11 @@
-"""Grouped SwiGLU experts with e4m3 weights in Triton: the launches of `moe`, and one before that rounds the tokens.
+"""Grouped SwiGLU experts with e4m3 weights in Triton: the launches of `moe`, and one that rounds the tokens.
 
-Products are of e4m3 by e4m3, 128 columns at a time, each piece scaled by its block of weights and by its token. A
-program of the gate-up product makes 128 of an expert's hidden numbers for a tile of tokens, which is just what shares a
-scale: it rounds them itself, and neither the products nor what SwiGLU gives exist in 16 bits. Source: DeepSeek-V3,
-section 3.3.2. Read next: `glm5.kernels.moe_fp8`, the specification; `moe`.
+Products are of e4m3 by e4m3, 128 columns at a time, each piece scaled by its block of weights and by its token. Tokens
+are rounded into the order of their experts, so that the tiles of both sides come by the copy engine, and the scales of
+a tile's tokens lie side by side: addresses of gathered rows and scales took the registers that sums need. A program of
+the gate-up product makes 128 of an expert's hidden numbers for a tile of tokens, which is just what shares a scale: it
+rounds them itself, and neither the products nor what SwiGLU gives exist in 16 bits. Source: DeepSeek-V3, section 3.3.2.
+Read next: `glm5.kernels.moe_fp8`, the specification; `moe`.
 """
 
 # mypy: disallow-untyped-defs=false, disallow-incomplete-defs=false
@@ -14,6 +16,7 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.tools.tensor_descriptor import TensorDescriptor
 
 from glm5.kernels.formats import BLOCK, E4M3, Packed
 from glm5.kernels.triton.segments import find_tile, mix, segments
@@ -33,20 +36,25 @@ def _round(x, AXIS: tl.constexpr):
 
 
 @triton.jit
-def _round_rows(x_ptr, out_ptr, scale_ptr, D, x_stride, G: tl.constexpr, GROUPS: tl.constexpr, PIECES: tl.constexpr):
-    row = tl.program_id(0).to(tl.int64)
+def _round_rows(
+    x_ptr, pair_ptr, out_ptr, scale_ptr, rows, D, x_stride,
+    M: tl.constexpr, G: tl.constexpr, PIECES: tl.constexpr,
+):  # fmt: skip
+    """out[position] = x[pair[position] / M] in e4m3, scale[group, position]."""
+    position = tl.program_id(0).to(tl.int64)
+    token = (tl.load(pair_ptr + position) // M).to(tl.int64)
     piece_P = tl.program_id(1) * PIECES + tl.arange(0, PIECES)
     at_PG = piece_P[:, None] * G + tl.arange(0, G)[None, :]
-    x = tl.load(x_ptr + row * x_stride + at_PG, mask=at_PG < D, other=0.0).to(tl.float32)
+    x = tl.load(x_ptr + token * x_stride + at_PG, mask=at_PG < D, other=0.0).to(tl.float32)
     y, scale = _round(x, 1)
-    tl.store(out_ptr + row * D + at_PG, y, mask=at_PG < D)
-    tl.store(scale_ptr + row * GROUPS + piece_P, scale, mask=piece_P < GROUPS)
+    tl.store(out_ptr + position * D + at_PG, y, mask=at_PG < D)
+    tl.store(scale_ptr + piece_P.to(tl.int64) * rows + position, scale, mask=piece_P * G < D)
 
 
 @triton.jit
 def _gate_up(
-    x_ptr, x_scale_ptr, weight_ptr, scale_ptr, pair_ptr, offset_ptr, hidden_ptr, hidden_scale_ptr, D, F,
-    M: tl.constexpr, E: tl.constexpr, P: tl.constexpr, BLOCK_M: tl.constexpr, G: tl.constexpr,
+    x_desc, x_scale_ptr, weight_desc, scale_ptr, offset_ptr, hidden_ptr, hidden_scale_ptr, pairs,
+    D: tl.constexpr, F: tl.constexpr, E: tl.constexpr, P: tl.constexpr, BLOCK_M: tl.constexpr, G: tl.constexpr,
 ):  # fmt: skip
     """hidden[position] = silu(gate x) * up x, its columns [G n, G n + G) rounded with one scale."""
     expert, first, past = find_tile(offset_ptr, tl.program_id(1), E, P, BLOCK_M)
@@ -55,30 +63,29 @@ def _gate_up(
     n = tl.program_id(0)
     row_M = first + tl.arange(0, BLOCK_M)
     real_M = row_M < past
-    token_M = (tl.load(pair_ptr + row_M, mask=real_M, other=0) // M).to(tl.int64)
-    inside_G = tl.arange(0, G)
-    weight_NG = weight_ptr + (expert.to(tl.int64) * (2 * F) + n * G + inside_G)[:, None] * D + inside_G[None, :]
-    scale_ptr += (expert * 2 * (F // G) + n) * (D // G)
-    x_GM = x_ptr + token_M[None, :] * D + inside_G[:, None]
+    gate_row = expert * (2 * F) + n * G
+    scale_ptr += (expert * (2 * F // G) + n) * (D // G)
+    x_scale_M = x_scale_ptr + row_M
     gate_NM = tl.zeros([G, BLOCK_M], tl.float32)
     up_NM = tl.zeros([G, BLOCK_M], tl.float32)
     for g in range(D // G):
-        gate = tl.load(weight_NG + g * G)
-        up = tl.load(weight_NG + F.to(tl.int64) * D + g * G)
-        x = tl.load(x_GM + g * G, mask=real_M[None, :], other=0.0)
-        scale_M = tl.load(x_scale_ptr + token_M * (D // G) + g, mask=real_M, other=0.0)
-        gate_NM += tl.dot(gate, x) * (scale_M * tl.load(scale_ptr + g))[None, :]
-        up_NM += tl.dot(up, x) * (scale_M * tl.load(scale_ptr + (F // G) * (D // G) + g))[None, :]
+        gate = weight_desc.load([gate_row, g * G])
+        up = weight_desc.load([gate_row + F, g * G])
+        x = x_desc.load([first, g * G])  # the last rows may be the next expert's, whose results are not stored
+        scale_M = tl.load(x_scale_M, mask=real_M, other=0.0)
+        x_scale_M += pairs
+        gate_NM += tl.dot(gate, tl.trans(x)) * (scale_M * tl.load(scale_ptr + g))[None, :]
+        up_NM += tl.dot(up, tl.trans(x)) * (scale_M * tl.load(scale_ptr + (F // G) * (D // G) + g))[None, :]
     hidden, scale_M = _round(gate_NM / (1.0 + tl.exp(-gate_NM)) * up_NM, 0)
-    row_M = row_M.to(tl.int64)
-    tl.store(hidden_ptr + row_M[None, :] * F + n * G + inside_G[:, None], hidden, mask=real_M[None, :])
-    tl.store(hidden_scale_ptr + row_M * (F // G) + n, scale_M, mask=real_M)
+    hidden_NM = hidden_ptr + row_M[None, :].to(tl.int64) * F + n * G + tl.arange(0, G)[:, None]
+    tl.store(hidden_NM, hidden, mask=real_M[None, :])
+    tl.store(hidden_scale_ptr + n.to(tl.int64) * pairs + row_M, scale_M, mask=real_M)
 
 
 @triton.jit
 def _down(
-    hidden_ptr, hidden_scale_ptr, weight_ptr, scale_ptr, pair_ptr, offset_ptr, part_ptr, D, F,
-    E: tl.constexpr, P: tl.constexpr, BLOCK_M: tl.constexpr, G: tl.constexpr,
+    hidden_desc, hidden_scale_ptr, weight_desc, scale_ptr, pair_ptr, offset_ptr, part_ptr, pairs,
+    D: tl.constexpr, F: tl.constexpr, E: tl.constexpr, P: tl.constexpr, BLOCK_M: tl.constexpr, G: tl.constexpr,
 ):  # fmt: skip
     """part[pair] = down hidden, G columns of it."""
     expert, first, past = find_tile(offset_ptr, tl.program_id(1), E, P, BLOCK_M)
@@ -87,33 +94,33 @@ def _down(
     n = tl.program_id(0)
     row_M = first + tl.arange(0, BLOCK_M)
     real_M = row_M < past
-    pair_M = tl.load(pair_ptr + row_M, mask=real_M, other=0).to(tl.int64)
-    inside_G = tl.arange(0, G)
-    weight_NG = weight_ptr + (expert.to(tl.int64) * D + n * G + inside_G)[:, None] * F + inside_G[None, :]
     scale_ptr += (expert * (D // G) + n) * (F // G)
-    row_M = row_M.to(tl.int64)
-    hidden_GM = hidden_ptr + row_M[None, :] * F + inside_G[:, None]
+    hidden_scale_M = hidden_scale_ptr + row_M
     acc_NM = tl.zeros([G, BLOCK_M], tl.float32)
     for g in range(F // G):
-        weight = tl.load(weight_NG + g * G)
-        hidden = tl.load(hidden_GM + g * G, mask=real_M[None, :], other=0.0)
-        scale_M = tl.load(hidden_scale_ptr + row_M * (F // G) + g, mask=real_M, other=0.0)
-        acc_NM += tl.dot(weight, hidden) * (scale_M * tl.load(scale_ptr + g))[None, :]
-    target = part_ptr + pair_M[None, :] * D + n * G + inside_G[:, None]
+        weight = weight_desc.load([expert * D + n * G, g * G])
+        hidden = hidden_desc.load([first, g * G])
+        scale_M = tl.load(hidden_scale_M, mask=real_M, other=0.0)
+        hidden_scale_M += pairs
+        acc_NM += tl.dot(weight, tl.trans(hidden)) * (scale_M * tl.load(scale_ptr + g))[None, :]
+    pair_M = tl.load(pair_ptr + row_M, mask=real_M, other=0).to(tl.int64)
+    target = part_ptr + pair_M[None, :] * D + n * G + tl.arange(0, G)[:, None]
     tl.store(target, acc_NM.to(part_ptr.dtype.element_ty), mask=real_M[None, :])
 
 
-def round_rows(x_ND: Tensor) -> tuple[Tensor, Tensor]:
-    """x in e4m3 by 1 x 128, [N, D], and the scales, fp32 [N, D / 128]. D is a multiple of 128, columns contiguous."""
-    tokens, width = x_ND.shape
+def round_rows(x_ND: Tensor, pair: Tensor, choices: int) -> tuple[Tensor, Tensor]:
+    """The tokens of `pair`, int32 [N M], in that order: e4m3 [N M, D], and scales by 1 x 128, fp32 [D / 128, N M].
+
+    x_ND: contiguous columns, D a multiple of 128. choices: M, pairs to a token.
+    """
+    rows, width = len(pair), x_ND.shape[1]
     groups = width // BLOCK
-    values = torch.empty(tokens, width, dtype=E4M3, device=x_ND.device)
-    scale = torch.empty(tokens, groups, dtype=torch.float32, device=x_ND.device)
+    values = torch.empty(rows, width, dtype=E4M3, device=x_ND.device)
+    scale = torch.empty(groups, rows, dtype=torch.float32, device=x_ND.device)
     pieces = min(16, triton.next_power_of_2(groups))
-    if tokens:
-        _round_rows[(tokens, triton.cdiv(groups, pieces))](
-            x_ND, values, scale, width, x_ND.stride(0), G=BLOCK, GROUPS=groups, PIECES=pieces
-        )
+    _round_rows[(rows, triton.cdiv(groups, pieces))](
+        x_ND, pair, values, scale, rows, width, x_ND.stride(0), M=choices, G=BLOCK, PIECES=pieces
+    )
     return values, scale
 
 
@@ -156,27 +163,29 @@ def grouped_swiglu_fp8(
         return y_ND
     expert_NM, weight_NM = expert_NM.contiguous(), weight_NM.contiguous()
     block_m, warps, stages = tile or _tile(tokens * choices / experts)
-    x, x_scale = round_rows(x_ND)
     pairs = tokens * choices
     offset, pair = segments(expert_NM, experts)
+    x, x_scale = round_rows(x_ND, pair, choices)
     hidden = torch.empty(pairs, inner, dtype=E4M3, device=x.device)
-    hidden_scale = torch.empty(pairs, inner // BLOCK, dtype=torch.float32, device=x.device)
+    hidden_scale = torch.empty(inner // BLOCK, pairs, dtype=torch.float32, device=x.device)
     part = x_ND.new_empty(pairs, width)
     most = min(pairs, pairs // block_m + experts)  # tiles of tokens, each expert's last one partly filled
-    sizes = dict(E=experts, P=triton.next_power_of_2(experts), BLOCK_M=block_m, G=BLOCK)
+    x_desc, hidden_desc = (TensorDescriptor.from_tensor(rows, [block_m, BLOCK]) for rows in (x, hidden))
+    up_desc, down_desc = (TensorDescriptor.from_tensor(p.values.flatten(0, 1), [BLOCK, BLOCK]) for p in (gate_up, down))
+    sizes = dict(D=width, F=inner, E=experts, P=triton.next_power_of_2(experts), BLOCK_M=block_m, G=BLOCK)
     sizes |= dict(num_warps=warps, num_stages=stages)
     _gate_up[(inner // BLOCK, most)](
-        x, x_scale, gate_up.values, gate_up.scale, pair, offset, hidden, hidden_scale, width, inner, M=choices, **sizes
+        x_desc, x_scale, up_desc, gate_up.scale, offset, hidden, hidden_scale, pairs, **sizes
     )
-    _down[(width // BLOCK, most)](
-        hidden, hidden_scale, down.values, down.scale, pair, offset, part, width, inner, **sizes
-    )
+    _down[(width // BLOCK, most)](hidden_desc, hidden_scale, down_desc, down.scale, pair, offset, part, pairs, **sizes)
     mix(part, weight_NM, y_ND)
     return y_ND
 
 
 def _tile(pairs_each: float) -> tuple[int, int, int]:
-    """By the pairs an expert gets on average. Larger tiles spill: two sums and two products stay in registers."""
+    """By the pairs an expert gets on average."""
     if pairs_each <= 3:
         return 16, 4, 4
-    return (32, 8, 4) if pairs_each <= 16 else (64, 8, 4)
+    if pairs_each <= 16:
+        return 32, 4, 4
+    return (64, 8, 4) if pairs_each <= 48 else (128, 8, 3)
