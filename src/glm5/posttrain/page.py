@@ -21,7 +21,7 @@ from glm5.utils.files import write_text
 _STYLE = "body{font-family:sans-serif;margin:2em}pre{white-space:pre-wrap}.given{color:#888}"
 _LEGEND = (
     "Grey: given, mask 0. Green and red: drawn, mask 1, with an advantage above and below 0; the stronger, "
-    "the higher the entropy. A token's figures stand on its tooltip."
+    "the higher the entropy. A token's figures stand on its tooltip; its reward is its rollout's."
 )
 
 
@@ -45,9 +45,10 @@ def write_page(
         if rows.mask_BT[place]:
             engine, trainer = float(rows.logprobs_BT[place]), float(trainer_BT[place])
             advantage, entropy = float(rows.advantages_BT[place]), float(entropy_BT[place])
+            reward = rewards[int(rows.rollout_BT[place])]
             tip = (
                 f"log-probability {trainer:.4f}, engine {engine:.4f}, ratio {math.exp(trainer - engine):.4f}, "
-                f"entropy {entropy:.3f}, advantage {advantage:.3f}"
+                f"entropy {entropy:.3f}, advantage {advantage:.3f}, reward {reward:g}, mask 1"
             )
             colour = f"hsla({120 if advantage > 0 else 0},70%,60%,{0.15 + 0.6 * min(1.0, entropy):.2f})"
             shown = f'<span style="background:{colour}" title="{tip}">{text}</span>'

@@ -107,6 +107,7 @@ class Sample:
         ids: a stop id included. info: of each. versions: of the weights that each came from.
         finish: stop or length. text: what the verifier read. verdict: None before, and where nobody asks.
         experts: where asked for, int16 [tokens - 1, X, M]: the choice of the X MoE layers for prompt and answer.
+        checks, accepted: how often drafts were checked, and how many of them counted.
     """
 
     ids: list[int] = field(default_factory=list)
@@ -117,6 +118,8 @@ class Sample:
     verdict: Verdict | None = None
     reward: float | None = None
     experts: Tensor | None = None
+    checks: int = 0
+    accepted: int = 0
 
 
 @dataclass
@@ -295,6 +298,8 @@ class Rollouts:
                 sample.ids += delta.ids
                 sample.info += delta.info
                 sample.versions += [delta.version or delta.weight_version] * len(delta.ids)
+                sample.checks += delta.drafted > 0
+                sample.accepted += delta.accepted
                 routed[delta.rid, delta.index] += delta.routed
                 if delta.finish is not None:
                     sample.finish = delta.finish.type
@@ -372,6 +377,9 @@ def figures(groups: Sequence[Group]) -> dict[str, Any]:
         "completions/max_length": max(lengths),
         "completions/clipped_ratio": sum(s.finish == "length" for s in samples) / len(samples),
     }
+    checks = sum(s.checks for s in samples)
+    if checks:  # tokens a check, the engine's own one included
+        found["spec_accept_length"] = 1 + sum(s.accepted for s in samples) / checks
     known = [[r for r in g.rewards if r is not None] for g in groups]
     if any(s.verdict is not None for s in samples):
         found["no_verdict"] = len(samples) - sum(map(len, known))
