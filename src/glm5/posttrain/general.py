@@ -44,6 +44,9 @@ from glm5.utils.runlog import METRICS, read_metrics
 
 OWN = ("rules", "rubrics", "anchors")  # fields of a row beside those of every prompt
 JOURNAL = "judge.jsonl"
+# What a resumed run may change of its judge: where it lies, how patiently it is asked, and what it may cost.
+JUDGE_MAY_DIFFER = {"url", "key_env", "timeout_s", "retries", "backoff_s", "concurrency", "patience"}
+JUDGE_MAY_DIFFER |= {"max_calls", "max_tokens"}
 
 
 @dataclass(frozen=True)
@@ -247,7 +250,7 @@ def general(config: GeneralConfig, say: Say = print) -> Reasoned:
 
         return everyone, make
 
-    with learned(config, "general", plan, say, read_general) as (learner, path, held_out):
+    with learned(config, "general", plan, say, read_general, JUDGE_MAY_DIFFER) as (learner, path, held_out):
         states = dict(learner.ledger.states)
         found = Reasoned(run, path, learner.finished_steps, learner.ledger.next, held_out, states)
         write_json(

@@ -40,8 +40,6 @@ from glm5.utils.errors import CheckpointError, ConfigError, DataError
 
 # What a resumed run may change: where things lie, how much is measured and how often, how fast things are done.
 MAY_DIFFER = {"run", "save_every", "keep", "eval_every", "held_out", "memory_gib", "verifiers", "dry_run", "page_every"}
-MAY_DIFFER |= {"url", "key_env", "timeout_s", "retries", "backoff_s", "concurrency", "patience"}  # of a judge
-MAY_DIFFER |= {"max_calls", "max_tokens"}
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,7 @@ rest, so both see the same positions. The engine's log-probabilities are compare
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -247,11 +247,11 @@ def verifier_pool(config: RolloutConfig, prompts: Sequence[Prompt]) -> VerifierP
     return pool
 
 
-def begin(run: Path, checkpoint: str, config: Any) -> None:
+def begin(run: Path, checkpoint: str, config: Any, may_differ: Collection[str] = ()) -> None:
     """Refuse, before anything is loaded, to go on with another configuration or other weights."""
     begun = (run / "checkpoints").exists()
     if begun:
-        refuse_changes(read_json(run / CONFIG), to_dict(config), MAY_DIFFER)
+        refuse_changes(read_json(run / CONFIG), to_dict(config), {*MAY_DIFFER, *may_differ})
     keep_weights(checkpoint, run / "weights.json", begun=begun)
 
 
@@ -285,18 +285,23 @@ Plan = tuple[Sequence[Prompt], Callable[[GLM5, Rollouts], BatchedLearner]]
 
 @contextmanager
 def learned(
-    config: Any, title: str, plan: Callable[[Prompts], Plan], say: Say, read: Reader = read_prompts
+    config: Any,
+    title: str,
+    plan: Callable[[Prompts], Plan],
+    say: Say,
+    read: Reader = read_prompts,
+    may_differ: Collection[str] = (),
 ) -> Iterator[tuple[BatchedLearner, Path, dict[str, dict[str, float]]]]:
     """What reasoning and distillation share: prepare, learn, export. Gives the learner, the model's directory, success
     of held-out prompts, while the run is still this process's alone.
 
     Args:
         config: a resolved `ReasonConfig` or `DistillConfig`. plan: called before the policy is loaded. read: as in
-            `prepare_prompts`.
+            `prepare_prompts`. may_differ: fields that a resumed run may change, besides those of every run.
     """
     run, kept = require_writable(config.run), replace(config, dry_run=False)
     with exclusive(run / ".rl.lock"):
-        begin(run, config.checkpoint, kept)
+        begin(run, config.checkpoint, kept, may_differ)
         tokenizer = load_tokenizer(config.checkpoint)
         prompts = prepare_prompts(config.prompts, config.learn.seed, read)
         for line in describe(prompts):
@@ -310,7 +315,7 @@ def learned(
             measure = Measure(run / "held-out.json", lambda: rollouts.success(prompts.held_out), learner)
             if prompts.held_out:
                 learner.measure, learner.measure_every = measure, config.eval_every
-            learner.run(resolved=kept, title=title)
+            learner.run(resolved=kept, title=title, may_differ=may_differ)
             path = learner.export(tokenizer)
         yield learner, path, measure.ends()
 
