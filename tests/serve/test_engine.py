@@ -599,6 +599,19 @@ def test_settings_out_of_range(changes: dict[str, int], field: str, model: GLM5)
         Engine(model, replace(SMALL, **changes))
 
 
+def test_prefixes_go_as_the_setting_says(model: GLM5) -> None:
+    """One that was used twice stays, though another was used later; by time it would go."""
+    kept = {}
+    often, later = [7] * 129, [8] * 129
+    for eviction in ("lru", "frequency"):
+        engine = Engine(model, replace(SMALL, pages=7, eviction=eviction))
+        for ids in (often, often, often, later):
+            run(engine, [ids], replace(GREEDY, max_new_tokens=1))
+        run(engine, [[9] * 250], replace(GREEDY, max_new_tokens=1))  # takes four of the seven pages
+        kept[eviction] = [engine.check(Request(ids)) for ids in (often, later)]
+    assert kept == {"lru": [64, 128], "frequency": [128, 64]}
+
+
 def test_drafts_need_an_mtp_block() -> None:
     with pytest.raises(ConfigError, match="drafts=2"):
         Engine(tiny_model(num_nextn_predict_layers=0), replace(SMALL, drafts=2))

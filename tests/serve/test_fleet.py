@@ -728,7 +728,7 @@ def test_a_fault_of_a_worker_is_told_and_not_waited_for(model: GLM5, tmp_path: P
     play(test)
 
 
-def _refuse(update: WeightUpdate) -> None:
+def _refuse(update: WeightUpdate, received: Any = None) -> None:
     raise UserError("broken", "mend it")
 
 

@@ -16,6 +16,8 @@ class EngineConfig:
     """Of pages on the device, where `pages` is 0."""
     host_pages: int = 0
     """Pages in host memory, to which unused prefixes move before they are forgotten."""
+    eviction: Literal["lru", "frequency"] = "lru"
+    """Which unused prefix goes first: the one that was used longest ago, or least often."""
     kv_cache_dtype: Literal["auto", "fp8_e4m3"] = "auto"
     """What pages hold: auto is the model's dtype; fp8_e4m3 takes little more than half of bfloat16's bytes, with a
     scale for every row, and is not exact."""

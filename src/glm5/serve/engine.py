@@ -111,7 +111,7 @@ class Engine:
         self.executor = Executor(model, config, self._sampler, new_pages=new_pages, **sizes)
         self.cache, self._drafter = self.executor.cache, self.executor.drafter
         self.pool = PagePool(self.executor.pages, config.host_pages, page_size=PAGE_SIZE)
-        self.tree = PrefixTree(self.pool, version=self.weight_version)
+        self.tree = PrefixTree(self.pool, policy=config.eviction, version=self.weight_version)
         self.scheduler = Scheduler(
             self.pool,
             self.tree,
