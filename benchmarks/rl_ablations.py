@@ -268,8 +268,9 @@ def table(results: dict[str, dict[str, Any]], seeds: list[int], arms: list[str])
     for a, b in PAIRS:
         both = [seed for seed in seeds if all(f"{seed}/{arm}" in results for arm in (a, b))]
         if both and {a, b} <= set(arms):
-            after = [[results[f"{seed}/{arm}"]["after"] for seed in both] for arm in (a, b)]
-            lines.append(f"{a} against {b}: success {verdict(*after)}")
+            for name in ("after", "last rewards"):
+                values = [[results[f"{seed}/{arm}"][name] for seed in both] for arm in (a, b)]
+                lines.append(f"{a} against {b}, {name}: {verdict(*values)}")
     return lines
 
 

@@ -19,9 +19,9 @@ Not equal: ours corrects by IcePop (nothing lies outside its band here), leaves 
 compares checksums of the weights, keeps a ledger, and judges in other processes; each optimizer has a rate of its own.
 
 Steps a second are of all steps but the first, by the clock; as other work may share the machine, the processor time of
-this process for a step stands beside (of ours without the verifiers' processes, which are told). Reward a minute is the
-rise of greedy success on held-out prompts, from before the first to after the last step, over the clock's time of all
-steps.
+this process for a step stands beside; the verifiers' processes, of ours alone, are not in it. Reward a minute is
+the rise of the drawn answers' mean reward, from the first five steps to the last five, over the clock's time between.
+Before and after are greedy success on held-out prompts.
 """
 
 from __future__ import annotations
@@ -63,6 +63,7 @@ from glm5.train.schedule import BatchWarmup, LearningRate
 from glm5.utils.runlog import read_metrics
 
 PROMPTS, GROUP, LONGEST, HELD_OUT = 8, 8, 4, 200
+FEW = 5  # steps that a reward is averaged over, at the beginning and at the end
 SIDES = ("ours", "ours-adamw", "trl", "trl-llama")
 
 
@@ -210,14 +211,15 @@ def figures(
     clocks: Sequence[tuple[float, float]], rewards: Sequence[float], success: Sequence[float]
 ) -> dict[str, Any]:
     """clocks: at the end of each step."""
+    early, late = statistics.mean(rewards[:FEW]), statistics.mean(rewards[-FEW:])
     per_step, busy = ((clocks[-1][i] - clocks[0][i]) / (len(clocks) - 1) for i in (0, 1))
     return {
         "steps a second": 1 / per_step,
         "processor seconds a step": busy,
         "before": success[0],
         "after": success[1],
-        "rewards": [statistics.mean(rewards[:5]), statistics.mean(rewards[-5:])],
-        "reward a minute": (success[1] - success[0]) / (per_step * len(clocks) / 60),
+        "rewards": [early, late],
+        "reward a minute": (late - early) / (per_step * (len(rewards) - FEW) / 60),
     }
 
 
@@ -410,12 +412,18 @@ def main() -> None:
                     found = trl(bench, run, number, theirs if side == "trl" else smaller)
                 results[side].append(found)
                 print(number, side, found, flush=True)
-    titles = ("steps/s", "CPU s/step", "before", "after", "reward/minute")
+    titles = ("steps/s", "CPU s/step", "before", "after", "first rewards", "last rewards", "reward/minute")
     print(f"{'':<12}" + "".join(f"{title:>22}" for title in titles))
     for side, rounds in results.items():
         cells = []
-        for name in ("steps a second", "processor seconds a step", "before", "after", "reward a minute"):
-            values = [r[name] for r in rounds]
+        columns = [
+            [r["steps a second"] for r in rounds],
+            [r["processor seconds a step"] for r in rounds],
+            *([r[name] for r in rounds] for name in ("before", "after")),
+            *([r["rewards"][at] for r in rounds] for at in (0, 1)),
+            [r["reward a minute"] for r in rounds],
+        ]
+        for values in columns:
             spread = f" ± {statistics.stdev(values):.2g}" if len(values) > 1 else ""
             cells.append(f"{statistics.median(values):.3f}{spread}")
         print(f"{side:<12}" + "".join(f"{cell:>22}" for cell in cells))
