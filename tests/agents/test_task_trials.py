@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 
 from glm5.agents.sandbox import Limits
-from glm5.agents.tasks import AgentTimeout, InSandbox, Judged, Trial, attempt, read_task, read_tasks, solve
+from glm5.agents.tasks import AgentTimeout, InSandbox, Judged, Trial, attempt, prove, read_task, read_tasks, solve
+from glm5.utils.errors import DataError
 from glm5.utils.outcome import Outcome
 from support.tasks import EXAMPLES, make
 
@@ -31,6 +32,33 @@ def test_solved_by_its_solution_only(name: str) -> None:
         assert trial.judge().reward == 0.0
 
 
+def test_order_does_not_count_where_it_means_nothing() -> None:
+    task = read_task(EXAMPLES / "csv-totals")
+    turn = "import json; t = json.load(open('totals.json'))\njson.dump(dict(reversed(t.items())), open('totals.json', 'w'))"
+    with Trial(task) as trial:
+        trial.solve()
+        before = trial.act("cat totals.json").stdout
+        trial.act(["python3", "-c", turn])
+        assert trial.act("cat totals.json").stdout != before
+        assert trial.judge().reward == 1.0
+
+
+def test_a_task_that_proves_nothing(tmp_path: Path) -> None:
+    """One that is solved before, one whose solution does not solve it, and one that is right by chance."""
+    make(tmp_path)
+    with pytest.raises(DataError, match=r"doing nothing got 1\.0 \(ok\) in run 0"):
+        prove(read_task(tmp_path))
+    (tmp_path / "tests/test.sh").write_text("echo 0 > /logs/verifier/reward.txt")
+    with pytest.raises(DataError, match=r"its solution got 0\.0"):
+        prove(read_task(tmp_path))
+    (tmp_path / "solution/solve.sh").write_text("exit 3")
+    with pytest.raises(DataError, match=r"env_crash.*the solution failed"):
+        prove(read_task(tmp_path))
+    (tmp_path / "solution/solve.sh").write_text("touch done")
+    (tmp_path / "tests/test.sh").write_text("test -e done; echo $((1 - $?)) > /logs/verifier/reward.txt")
+    prove(read_task(tmp_path), runs=2)
+
+
 def trial_of(directory: Path, verifier: str, docker: str = "FROM x\nWORKDIR /app\n", toml: str = "") -> Judged:
     make(directory, toml, docker)
     (directory / "tests/test.sh").write_text(verifier)
@@ -47,6 +75,7 @@ def trial_of(directory: Path, verifier: str, docker: str = "FROM x\nWORKDIR /app
         ('echo \'{"a": 0.5, "b": 1}\' > /logs/verifier/reward.json', None),
         ("echo '{}' > /logs/verifier/reward.json", None),
         ("head -c 900000 /dev/zero | tr '\\0' '[' > /logs/verifier/reward.json", None),
+        ("printf 'reward: 0\\n1'; echo 1 > /logs/verifier/reward.txt; printf '0 FAILED'", 1.0),  # noise is no verdict
         ("true", None),
         ("kill -9 $$", None),
         ("echo nan > /logs/verifier/reward.txt", None),

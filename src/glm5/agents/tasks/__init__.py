@@ -8,7 +8,7 @@ Source: the report's section 4.2; the format is Harbor's. Read next: `harbor`, `
 from glm5.agents.tasks.contained import InContainer
 from glm5.agents.tasks.harbor import Task, TaskError, read_task, read_tasks
 from glm5.agents.tasks.places import InSandbox
-from glm5.agents.tasks.trial import AgentTimeout, Judged, Trial, attempt, solve
+from glm5.agents.tasks.trial import AgentTimeout, Judged, Trial, attempt, prove, solve
 
 __all__ = ["AgentTimeout", "InContainer", "InSandbox", "Judged", "Task", "TaskError", "Trial", "attempt"]
-__all__ += ["read_task", "read_tasks", "solve"]
+__all__ += ["prove", "read_task", "read_tasks", "solve"]

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from glm5.agents.tasks.dockerfile import Image, read_dockerfile
+from glm5.agents.tasks.repository import leaks, repositories
 from glm5.utils.errors import DataError
 
 MIB = 1 << 20
@@ -120,6 +121,12 @@ def read_task(directory: Path) -> Task:
         for compose in ("docker-compose.yaml", "docker-compose.yml"):
             if (directory / name / compose).exists():
                 raise TaskError(f"{directory}: {name}/{compose}: several containers are not run here", "Use Harbor")
+    for repository in repositories(directory / "environment"):
+        if found := leaks(repository):
+            raise TaskError(
+                f"{repository} holds {', '.join(found)}, in which an agent could find what is to come",
+                "Take it away: glm5.agents.tasks.repository.seal does",
+            )
     own = bool(fields.get("verifier.environment", {}))
     verifying = fields.text("verifier.environment_mode") or ("separate" if own else "shared")
     if verifying not in ("shared", "separate") or (own and verifying == "shared"):

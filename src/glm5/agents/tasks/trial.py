@@ -18,7 +18,7 @@ from glm5.agents.sandbox.container import Spoiled
 from glm5.agents.tasks.contained import InContainer
 from glm5.agents.tasks.harbor import Task
 from glm5.agents.tasks.places import InSandbox
-from glm5.utils.errors import UserError
+from glm5.utils.errors import DataError, UserError
 from glm5.utils.outcome import Outcome
 
 _REWARD, _REWARDS = "/logs/verifier/reward.txt", "/logs/verifier/reward.json"
@@ -153,6 +153,24 @@ def attempt(task: Task, agent: Callable[[Trial], None], where: Where = IN_SANDBO
 def solve(task: Task, where: Where = IN_SANDBOX) -> Judged:
     """What the reference solution gets; it should be 1."""
     return attempt(task, lambda trial: _must(trial.solve()), where)
+
+
+def prove(task: Task, where: Where = IN_SANDBOX, runs: int = 1) -> None:
+    """Show that a task can be learned from: in each of some runs its solution gets 1, and doing nothing gets 0.
+
+    Raises:
+        DataError: it is not so; the message has the first verdict that is wrong.
+    """
+    for run in range(runs):
+        for name, found, expected in (
+            ("its solution", solve(task, where), 1.0),
+            ("doing nothing", attempt(task, lambda trial: None, where), 0.0),
+        ):
+            if found.reward != expected:
+                raise DataError(
+                    f"task {task.name}: {name} got {found.reward} ({found.outcome}) in run {run}: {found.detail}",
+                    "Mend its tests, its solution or its environment",
+                )
 
 
 def _must(done: Finished) -> None:
