@@ -108,13 +108,13 @@ def mind_the_disk() -> None:
 
 
 def orchestrator(
-    listening: socket.socket, path: Path, gateway: str, options: RolloutOptions, inside: list[TaskSpec], seed: int
+    listening: socket.socket, path: Path, gateway: str, options: RolloutOptions, specs: list[TaskSpec], seed: int
 ) -> None:
     async def main() -> None:
         with Store(path, clock=jumping(seed)) as store:
             made = Orchestrator(store, gateway, options)
-            hosting = asyncio.gather(*(made.host(spec.made()) for spec in inside))
-            await serve_desk(made, listening, until_done=True)
+            hosting = asyncio.gather(*(made.host(spec.made()) for spec in specs if spec.inside))
+            await serve_desk(made, listening, until_done=[spec.name for spec in specs])
             await hosting
         os._exit(0)
 
@@ -216,9 +216,8 @@ class Chaos:
         elif name == "gateway":
             target, args = gateway, (self._sockets[name], [self._url(n) for n in self._engines])
         elif name == "orchestrator":
-            inside = [spec for spec in self.specs if spec.inside]
             target, args = orchestrator, (
-                self._sockets[name], self.path, self._url("gateway"), self.options, inside, seed
+                self._sockets[name], self.path, self._url("gateway"), self.options, self.specs, seed
             )  # fmt: skip
         elif name == "learner":
             target, args = learner, (self.path, seed)

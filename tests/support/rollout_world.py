@@ -191,7 +191,7 @@ class World:
         http = httpx.AsyncClient(transport=_Link(self.network, life), timeout=None)  # noqa: S113
         self.orchestrator = Orchestrator(store, "http://gateway", self.options, http=http)
         self.network.hosts["desk"] = create_desk(self.orchestrator)
-        life.run = self._spawn(self.orchestrator.run(until_done=True))
+        life.run = self._spawn(self.orchestrator.run(until_done=list(self.tasks)))
         life.run.add_done_callback(lambda _: store.close())
 
         def end() -> None:

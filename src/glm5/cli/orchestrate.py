@@ -47,8 +47,8 @@ def main(argv: Sequence[str]) -> int:
         """Of all draws, whatever an agent asks for."""
         log: str | None = None
         """Directory for the figures that `glm5 watch` shows. None: `rollouts` beside the store."""
-        until_done: bool = False
-        """End when every task that has registered has given all of its groups."""
+        until_done: tuple[str, ...] = ()
+        """End when these tasks have registered, and given all of their groups."""
 
     options = parse(Options, argv, prog="glm5 orchestrate", config_option=False)
     if not options.store:

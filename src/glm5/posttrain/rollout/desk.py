@@ -12,7 +12,7 @@ from __future__ import annotations
 import asyncio
 import socket
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 
 import httpx
 import uvicorn
@@ -74,7 +74,7 @@ async def serve(
     *,
     api_key: str | None = None,
     log: RunLog | None = None,
-    until_done: bool = False,
+    until_done: Collection[str] = (),
     ready: Callable[[], None] | None = None,
 ) -> None:
     """Run an orchestrator and its desk until the orchestrator ends, the task is cancelled, or SIGTERM or Ctrl-C comes.

@@ -16,7 +16,7 @@ import asyncio
 import hashlib
 import logging
 from collections import Counter, deque
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from typing import Any, ParamSpec, TypeVar
@@ -66,7 +66,7 @@ class Orchestrator:
         self.store, self.options = store, options or RolloutOptions()
         self.clock = clock or (lambda: asyncio.get_running_loop().time())
         limits = httpx.Limits(max_connections=None, max_keepalive_connections=self.options.concurrency)
-        self._http = http or httpx.AsyncClient(timeout=60, limits=limits)
+        self._http, self._given = http or httpx.AsyncClient(timeout=60, limits=limits), http is not None
         o = self.options
         self.services = Services(self._http, self.clock, silent_s=o.silent_s, patience_s=o.patience_s)
         self.sessions = Sessions(gateway, self._http, sampling=sampling, api_key=api_key)
@@ -138,11 +138,11 @@ class Orchestrator:
         await self.offered(hosted.offer(url), http)
 
     # -------------------------------------------------------------------------------------------------- the loop
-    async def run(self, *, until_done: bool = False) -> None:
+    async def run(self, *, until_done: Collection[str] = ()) -> None:
         """Begin, run and deliver groups until cancelled; what is open then can be picked up.
 
         Args:
-            until_done: end when every task has given all of its groups, and all are delivered.
+            until_done: end when these tasks have registered and given all of their groups, and all are delivered.
 
         Raises:
             UserError: the gateway refuses what a session asks for.
@@ -156,7 +156,7 @@ class Orchestrator:
                 await self._fill()
                 if self._failure is not None:
                     raise self._failure
-                if until_done and self._done():
+                if until_done and self._done(until_done):
                     return
                 with suppress(TimeoutError):
                     async with asyncio.timeout(self.options.look_s):
@@ -174,6 +174,8 @@ class Orchestrator:
             await hosted.stop()
         self._hosted.clear()
         self._thread.shutdown()
+        if not self._given:
+            await self._http.aclose()
 
     async def _pick_up(self) -> None:
         """Find the samples that are open, and what an earlier orchestrator has left at the gateway."""
@@ -198,18 +200,23 @@ class Orchestrator:
         self.version = await self.sessions.version()
         self._ready.set()
 
-    def _done(self) -> bool:
-        """Whether nothing is left to do, of tasks that come to an end."""
-        offers = [service.offer for service in self.services.known.values()]
-        ended = all(o.groups is not None and self._groups.get(o.name, 0) >= o.groups for o in offers)
-        return bool(offers) and ended and not self.running and not any(self.waiting.values())
+    def _done(self, tasks: Collection[str]) -> bool:
+        """Whether nothing is left to do."""
+        for name in tasks:
+            service = self.services.known.get(name)
+            if service is None or service.offer.groups is None or self._groups.get(name, 0) < service.offer.groups:
+                return False
+        return not self.running and not any(self.waiting.values())
 
     async def _look(self) -> None:
         """See what the learner has taken, and who is silent."""
         if self.clock() - self._looked < self.options.look_s:
             return
         self._looked = self.clock()
-        self.queues = await self._call(self.store.queues)
+        try:
+            self.queues = await self._call(self.store.queues)
+        except FileError as error:
+            self._blocked(error)
         self.open = sum(queue.running + queue.delivered for queue in self.queues.values())
         for name in [name for name in self.services.known if not self.services.there(name)]:
             self.steering.leave(name)

@@ -127,7 +127,7 @@ class Sampling:
         """The sample's end. Its rollout and session are kept until `forget`."""
         for session in job.strays:
             self._later(self._forget(job.task, session))
-        failures = losses = 0
+        job.strays, failures, losses = [], 0, 0
         while True:
             ending = await self._attempt(job)
             again = ending.outcome in RETRIED and not ending.final
@@ -188,10 +188,11 @@ class Sampling:
 
     # -------------------------------------------------------------------------------------------------- forgetting
     def forget(self, job: Job) -> None:
-        """Let go of the attempt that is over, at its service and at the gateway, without waiting for it."""
-        if job.asked is not None:
-            self._later(self._forget(job.task, job.asked.session))
-            job.asked = None
+        """Let go of all attempts, at the service and at the gateway, without waiting for it."""
+        sessions = [*job.strays, *(asked.session for asked in (job.asked, job.joined) if asked is not None)]
+        for session in sessions:
+            self._later(self._forget(job.task, session))
+        job.strays, job.asked, job.joined = [], None, None
 
     def forget_session(self, task: str, session: str) -> None:
         """The same for a rollout that no job has."""
