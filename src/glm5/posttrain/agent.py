@@ -26,8 +26,10 @@ from glm5.posttrain.intake import Settled, take
 from glm5.posttrain.learner import Batch, LearnConfig, Learner, together
 from glm5.posttrain.losses import LossConfig
 from glm5.posttrain.outcome import State, reward_of
+from glm5.posttrain.record import retokenised
 from glm5.posttrain.rows import Trajectory
 from glm5.posttrain.store import Sample, Store
+from glm5.text.tokenizer import Tokenizer
 from glm5.train.drive import Asked
 from glm5.utils.errors import ConfigError, UserError
 
@@ -51,6 +53,8 @@ class IntakeConfig:
     succeeds, would be asked for ever."""
     reset_optimizer: bool = True
     """Forget the optimizer's state after each push, as the report does."""
+    retokenise: bool = False
+    """Learn from ids that are made anew from the text, as where only texts are kept: to see what it breaks."""
 
     def __post_init__(self) -> None:
         for name in ("groups", "patience"):
@@ -102,6 +106,7 @@ class AgentLearner(Learner):
     ) -> None:
         super().__init__(config, model, loss, directory, data, vocab_size)
         self.intake, self.ledger, self.drawers = intake, ledger, drawers
+        self.tokenizer: Tokenizer | None = None  # for `IntakeConfig.retokenise`
         self.updates = 0
         self._waited = 0.0
         self._worked = 0.0
@@ -168,6 +173,9 @@ class AgentLearner(Learner):
         rollouts = 0
         for one in (one for group in made.taken for one in group):
             records = self.ledger.records(one.sample.id)
+            if self.intake.retokenise:
+                assert self.tokenizer is not None, "it makes the ids"
+                records = [retokenised(record, self.tokenizer) for record in records]
             for _ in range(one.copies):
                 trajectories += [record.trajectory(rollouts, one.advantage) for record in records]
                 rollouts += 1

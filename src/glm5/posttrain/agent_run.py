@@ -320,6 +320,7 @@ def agent(
             vocab = min(shape.vocab_size, tokenizer.vocab_size)
             digest = hashlib.sha256(json.dumps(sorted(config.tasks)).encode()).hexdigest()
             learner = AgentLearner(config.learn, config.intake, model, config.loss, run, digest, vocab, store, of)
+            learner.tokenizer = tokenizer
             measure = Measure(run / "held-out.json", lambda: of.success(config.eval_rollouts), learner)
             if config.eval_rollouts:
                 learner.measure, learner.measure_every = measure, config.eval_every

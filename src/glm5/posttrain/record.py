@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from itertools import groupby
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -18,6 +19,7 @@ from glm5.utils.errors import DataError
 
 if TYPE_CHECKING:
     from glm5.posttrain.rows import Trajectory
+    from glm5.text.tokenizer import Tokenizer
 
 NO_VERSION = -1  # of a token that no engine drew
 
@@ -148,6 +150,26 @@ class Record:
             kept=kept,
             **json.loads(rest),
         )
+
+
+def retokenised(record: Record, tokenizer: Tokenizer) -> Record:
+    """The record as it would be if only its text had been kept: what was given and what was drawn, each piece decoded
+    and encoded anew. Figures are laid beside the new ids in order, as far as there are some. There to show what that
+    breaks; nothing else here makes ids from text that a model drew."""
+    ids: list[int] = []
+    drawn: list[bool] = []
+    logprobs: list[float] = []
+    versions: list[int] = []
+    for marked, run in groupby(range(len(record.ids)), key=record.drawn.__getitem__):
+        places = list(run)
+        text = tokenizer.decode_bytes([record.ids[i] for i in places]).decode("utf-8", "replace")
+        new = tokenizer.encode(text, allow_special=True)
+        ids += new
+        drawn += [marked] * len(new)
+        beside = [places[min(i, len(places) - 1)] for i in range(len(new))]
+        logprobs += [record.logprobs[i] for i in beside]
+        versions += [record.versions[i] for i in beside]
+    return replace(record, ids=ids, drawn=drawn, logprobs=logprobs, versions=versions, kept=None)
 
 
 def records_of_session(session: Mapping[str, Any]) -> list[Record]:
