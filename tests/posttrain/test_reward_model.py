@@ -262,6 +262,9 @@ def test_what_is_no_reward_model_is_said(tmp_path: Path) -> None:
     loaded = RewardModel.load(path)
     assert (loaded.centre, loaded.scale) == (0.25, 2.0)
     assert float(loaded.scores(torch.tensor(0.25))) == 0.5
+    (path / "reward.json").write_text('{"kind": "pairwise", "centre": 0.0, "scale": 0.0}')
+    with pytest.raises(CheckpointError, match=r"reward\.json says"):
+        RewardModel.load(path)
     (path / HEAD).write_bytes(b"no tensors")
     with pytest.raises(CheckpointError, match="damaged reward model"):
         RewardModel.load(path)

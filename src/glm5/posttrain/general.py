@@ -161,8 +161,8 @@ def part_figures(groups: Sequence[Group]) -> dict[str, float]:
 
 
 def judge_figures(hybrid: Hybrid) -> dict[str, float]:
-    """How well the judge's votes agree."""
-    known = [j for j in hybrid.judgements if j.score is not None]
+    """How well the judge's votes agree, where it was asked."""
+    known = [j for j in hybrid.judgements if j.votes]
     flips = [j.flips for j in known if j.flips is not None]
     return {
         **({"judge/spread": sum(j.spread for j in known) / len(known)} if known else {}),

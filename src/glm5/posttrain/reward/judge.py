@@ -57,11 +57,13 @@ class Case:
 
 @dataclass(frozen=True)
 class Judgement:
-    """score: in [0, 1], or None: no verdict, for the reason `failure`. spread: standard deviation of the votes.
-    flips: whether the side that is better changed with the order; None where that cannot be said."""
+    """score: in [0, 1], or None: no verdict, for the reason `failure`. votes: how many count. spread: their standard
+    deviation, of both orders together. flips: whether the better side changed with the order; None where that cannot
+    be said."""
 
     score: float | None
     failure: Failure | None = None
+    votes: int = 0
     spread: float = 0.0
     flips: bool | None = None
 
@@ -138,7 +140,8 @@ class Judge:
         flips = None
         if len(means) == 2 and 0.5 not in means:
             flips = (means[0] > 0.5) != (means[1] > 0.5)
-        return Judgement(math.fsum(means) / len(means), spread=statistics.pstdev(every), flips=flips)
+        score = math.fsum(means) / len(means)
+        return Judgement(score, votes=len(every), spread=statistics.pstdev(every), flips=flips)
 
 
 # ---------------------------------------------------------------------------------------------------- what it is asked

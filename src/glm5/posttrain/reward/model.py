@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from glm5.model.glm5 import GLM5
 from glm5.model.layers import Linear
 from glm5.model.weights import load_model, save_model
-from glm5.posttrain.reward.data import Kind, answered
+from glm5.posttrain.reward.data import ANSWERS, Kind, answered
 from glm5.posttrain.rows import Trajectory, micro_batches, pack
 from glm5.text import Message, Tokenizer, Tool, load_tokenizer
 from glm5.utils.errors import CheckpointError, DataError
@@ -111,6 +111,8 @@ class RewardModel(nn.Module):
                 scale=float(about["scale"]),
             )
             made.head.load_state_dict(load_file(path / HEAD))
+            if about["kind"] not in ANSWERS or not 0 < made.scale < math.inf or not math.isfinite(made.centre):
+                raise ValueError(f"{ABOUT} says {about}")
         except (KeyError, TypeError, ValueError, RuntimeError, SafetensorError) as e:
             raise CheckpointError(f"{path} holds a damaged reward model: {' '.join(str(e).split())[:200]}") from None
         return made.eval()
