@@ -260,11 +260,10 @@ def test_a_killed_run_ends_in_the_same_bytes_and_asks_nothing_twice(
         calls = len(server.seen)
         cut = replace(whole, run=str(tmp_path / "cut"))
         push = Rollouts.push
-        monkeypatch.setattr(Rollouts, "push", lambda *a: push(*a) if a[2] < 4 else (_ for _ in ()).throw(Killed()))
-        with pytest.raises(Killed):  # the fourth step's prompts stand in the ledger, and its checkpoint does not
-            general(cut, lambda _: None)
-        monkeypatch.undo()
-        _alone.__wrapped__(monkeypatch)  # type: ignore[attr-defined]
+        with monkeypatch.context() as patched:
+            patched.setattr(Rollouts, "push", lambda *a: push(*a) if a[2] < 4 else (_ for _ in ()).throw(Killed()))
+            with pytest.raises(Killed):  # the fourth step's prompts stand in the ledger, and its checkpoint does not
+                general(cut, lambda _: None)
         assert max(s["step"] for s in read_samples(tmp_path / "cut" / "samples.jsonl")) == 4
         found = general(cut, lambda _: None)
         assert len(server.seen) == 2 * calls

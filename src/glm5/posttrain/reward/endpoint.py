@@ -212,7 +212,7 @@ class Endpoint:
             what = (
                 f"the last {self._failed} questions to {self.config.url} have failed, the last one so: {failure.detail}"
             )
-            raise UserError(what, "Look after it; the same command goes on from the last checkpoint")
+            raise UserError(what, "See what is wrong there; the same command goes on from the last checkpoint")
         return failure
 
     async def _try(self, client: httpx.AsyncClient, key: str, ask: Ask) -> Any | _Again:

@@ -193,7 +193,7 @@ class RewardTrainer:
         directory: Path,
     ) -> None:
         self.config, self.model, self.directory = config, model.train(), directory
-        self.examples, self.held = examples, held
+        self.examples, self.held, self.data = examples, held, digest(examples)
         freeze_indexers(model.trunk)
         drafting = f"model.layers.{model.trunk.config.num_hidden_layers}."
         for name, p in model.trunk.named_parameters():  # a head that is tied to the embedding has its name
@@ -273,7 +273,7 @@ class RewardTrainer:
     def save(self, store: CheckpointStore | None = None) -> Path:
         """Write a checkpoint of everything that the next step depends on."""
         tensors = {"model": dict(self.model.state_dict()), "optimizer": self.optimizer.named_state()}
-        return (store or self.store).save(self.finished_steps, tensors, {"data": digest(self.examples)})
+        return (store or self.store).save(self.finished_steps, tensors, {"data": self.data})
 
     def resume(self) -> list[str]:
         """Go on from the newest whole checkpoint, or begin. Returns warnings about damaged ones.
@@ -285,7 +285,7 @@ class RewardTrainer:
         found = self.store.load_newest(self.model.trunk.device)
         if found is None:
             return []
-        if found.state["data"] != digest(self.examples):
+        if found.state["data"] != self.data:
             raise DataError("the rows are not those that this run began with", "Bring them back, or use another --run")
         try:
             self.model.load_state_dict(found.tensors["model"])
