@@ -34,7 +34,8 @@ def test_solved_by_its_solution_only(name: str) -> None:
 
 def test_order_does_not_count_where_it_means_nothing() -> None:
     task = read_task(EXAMPLES / "csv-totals")
-    turn = "import json\nt = json.load(open('totals.json'))\njson.dump({k: t[k] for k in reversed(t)}, open('totals.json', 'w'))"
+    turn = "import json; t = json.load(open('totals.json')); "
+    turn += "json.dump({k: t[k] for k in reversed(t)}, open('totals.json', 'w'))"
     with Trial(task) as trial:
         trial.solve()
         before = trial.act("cat totals.json").stdout
