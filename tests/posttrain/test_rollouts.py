@@ -228,3 +228,18 @@ def test_answers_near_the_limit_lose_reward() -> None:
     made = Group(0, prompts(1)[0], [1], [Sample(ids=[5] * n) for n in (6, 7, 9, 10)])
     found.judge([made])
     assert made.rewards == [1.0, 0.75, 0.25, 0.0]
+
+
+def test_pushes_that_change_nothing_change_no_answer_and_no_draft() -> None:
+    """Ten times the same weights: the draft block goes along unharmed, and drafts count as often as before."""
+    policy = model()
+    found = rollouts(policy, drafts=2, max_new_tokens=12)
+    seen = []
+    for version in range(11):
+        groups = found.draw(numbered(2))
+        told = [(s.ids, s.checks, s.accepted) for g in groups for s in g.samples]
+        assert {v for g in groups for s in g.samples for v in s.versions} == {str(version)}
+        seen.append((told, figures(groups)["spec_accept_length"]))
+        found.push(policy, version + 1)
+    assert all(one == seen[0] for one in seen)
+    assert sum(accepted for _, _, accepted in seen[0][0]) > 0
