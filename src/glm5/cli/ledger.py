@@ -24,6 +24,7 @@ from glm5.ledger.devices import device
 from glm5.ledger.disputes import MEASURED, WORDS
 from glm5.ledger.memory import CachePrecision, Layout, Precision
 from glm5.ledger.plan import Plan, StagePlan, Work, plan
+from glm5.ledger.propose import mesh_of, propose
 from glm5.ledger.table import as_json, is_published, ledger, tally
 from glm5.model.config import ModelConfig
 from glm5.model.presets import PRESETS, VARIANTS
@@ -80,9 +81,12 @@ class LedgerOptions:
     """Most tokens in one forward pass of serving."""
     utilization: float = 0.9
     """Share of the device that the plan may fill."""
+    devices: Annotated[int | None, _opt("N")] = None
+    """Propose layouts of so many devices for training, in place of planning one."""
 
 
-_PLANNING = "tp ep pp cp dp batch dtype cache_dtype training no_mtp chunk utilization".split()
+_PLANNING = "tp ep pp cp dp batch dtype cache_dtype training no_mtp chunk utilization devices".split()
+SHOWN = 12  # proposals
 
 
 def main(argv: list[str]) -> int:
@@ -310,12 +314,58 @@ def _show_plan(config: ModelConfig, options: LedgerOptions) -> int:
     )
     layout = Layout(options.tp, options.ep, options.pp, options.cp, options.dp)
     assert options.fit is not None
+    if options.devices is not None:
+        return _show_proposals(config, work, layout, options)
     found = plan(config, layout, work, device(options.fit), options.utilization)
     if options.json:
         print(json.dumps(_plan_json(found, options), ensure_ascii=False, indent=2))
     else:
         _print_plan(found, options)
     return 0 if found.fits else 1
+
+
+def _show_proposals(config: ModelConfig, work: Work, layout: Layout, options: LedgerOptions) -> int:
+    if options.devices is None or options.devices < 1:
+        raise ConfigError("devices", options.devices, "must be at least 1")
+    if layout != Layout():
+        raise UserError("--devices proposes what --tp, --ep, --pp, --cp and --dp would say", "Leave those out")
+    assert options.fit is not None
+    found = propose(config, work, device(options.fit), options.devices, options.utilization)
+    tokens = work.batch * work.context
+    if options.json:
+        rows = [
+            {
+                "mesh": mesh_of(p.layout),
+                "bytes": p.plan.worst.total,
+                "compute_seconds": p.compute,
+                "wire_seconds": p.wire,
+                "idle": p.idle,
+                "seconds": p.seconds,
+            }
+            for p in found
+        ]
+        print(json.dumps({"config": options.config, "device": options.fit, "proposals": rows}, indent=2))
+        return 0
+    title = (
+        f"training {options.config} on {options.devices} × {options.fit}: batch {work.batch:,} × {work.context:,} "
+        f"tokens; {len(found):,} layouts fit"
+    )
+    columns = ("mesh", "GB a device", "compute", "on the wire", "idle", "step", "tokens/s a device")
+    table: list[tuple[str, ...] | str] = [
+        (
+            mesh_of(p.layout),
+            f"{p.plan.worst.total / 1e9:,.1f}",
+            f"{p.compute:,.3g} s",
+            " ".join(f"{axis} {s:.2g}" for axis, s in p.wire.items()) or "nothing",
+            f"{p.idle:.0%}",
+            f"{p.seconds:,.3g} s",
+            f"{tokens / p.seconds / options.devices:,.0f}",
+        )
+        for p in found[:SHOWN]
+    ]
+    _print_blocks([Block(title, columns, columns[1:3] + columns[4:], table)])
+    _print_lines(["Bounds from nominal rates, with nothing overlapped: for choosing what to measure, not a forecast."])
+    return 0
 
 
 def _plan_json(found: Plan, options: LedgerOptions) -> dict[str, Any]:
