@@ -142,8 +142,8 @@ def _wire(config: ModelConfig, layout: Layout, work: Work) -> dict[str, float]:
             WITHIN if layout.devices // layout.pp <= HOST else BEYOND
         )
     routed = sum(config.is_moe(i) for i in range(config.num_hidden_layers)) + work.mtp_depths
-    # Forward, again for the recomputation, and backward: there and back each time. Tensor-parallel ranks each send a share
-    # of the tokens that all of them hold.
+    # Forward, again for the recomputation, and backward: there and back each time. Each tensor-parallel rank sends its
+    # share of the tokens that all of them hold.
     chosen = states * config.num_experts_per_tok / layout.tp
     sent("ep", layout.ep, layout.ep * layout.tp, 3 * 2 * chosen * routed / layout.pp)
     sent("tp", layout.tp, layout.tp, 3 * 2 * 2 * states * layers)
