@@ -34,7 +34,7 @@ def fp8_inputs(
 ) -> tuple[list[Tensor], list[Tensor], list[IndexKeys], tuple[Tensor, Tensor]]:
     q, w, k, first, last = index_inputs(sets, batch, queries, slots)
     turned = [round_queries(q[i], w[i]) for i in range(sets)]
-    keys = round_keys(k)
+    keys = IndexKeys(*(torch.cat(part) for part in zip(*map(round_keys, k.split(8)), strict=True)))  # less memory
     several = [keys] * sets if batch * slots > 2**21 else [IndexKeys(*(t.clone() for t in keys)) for _ in range(sets)]
     return [t[0] for t in turned], [t[1] for t in turned], several, (first, last)
 

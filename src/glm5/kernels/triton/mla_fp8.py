@@ -36,15 +36,16 @@ def _logits(q_HG, v_ptr, row_K, real_K, scale_ptr, G: tl.constexpr, FIRST: tl.co
 def _attend(
     q_ptr, v_ptr, scale_ptr, rope_ptr, selected_ptr, table_ptr, out_ptr, lse_ptr,
     heads, keys, queries, scale_log2, q_stride, q_head_stride, batch_stride, row_stride, table_stride,
-    C: tl.constexpr, R: tl.constexpr, SPLITS: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_K: tl.constexpr,
+    C: tl.constexpr, R: tl.constexpr, WHOLE: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_K: tl.constexpr,
     KIND: tl.constexpr, PAGE: tl.constexpr,
 ):  # fmt: skip
-    """Partial softmax over one share of the positions: out fp32 (or the final dtype if SPLITS is 1), lse in log2.
+    """Partial softmax over one share of the positions: out fp32 and lse in log2, or if WHOLE the result.
 
     Strides of rows in bytes: scales are at a quarter, rotary columns at half of them."""
     G: tl.constexpr = C // 4
     row = tl.program_id(0).to(tl.int64)
     split = tl.program_id(1)
+    splits = tl.num_programs(1)
     head_H = tl.program_id(2) * BLOCK_H + tl.arange(0, BLOCK_H)
     real_H = head_H < heads
     col_G = tl.arange(0, G)
@@ -65,8 +66,8 @@ def _attend(
     q3 = (q3 / large_H[:, None]).to(KIND)
     batch = row // queries
     steps = tl.cdiv(keys, BLOCK_K)
-    begin = steps * split // SPLITS
-    end = steps * (split + 1) // SPLITS
+    begin = steps * split // splits
+    end = steps * (split + 1) // splits
     top_H = tl.full([BLOCK_H], -float("inf"), tl.float32)
     sum_H = tl.zeros([BLOCK_H], tl.float32)
     most = tl.full([], 1e-30, tl.float32)  # the largest scale so far, that the accumulators are relative to
@@ -107,9 +108,9 @@ def _attend(
     # Comparisons that a NaN fails would hide it: only a sum of exactly nothing is replaced.
     safe_H = tl.where(sum_H == 0.0, 1.0, sum_H)
     lse_H = tl.where(sum_H == 0.0, -float("inf"), top_H + tl.log2(safe_H))
-    if SPLITS == 1:
+    if WHOLE:
         lse_H = lse_H * 0.6931471805599453
-    part_H = (row * SPLITS + split) * heads + head_H
+    part_H = (row * splits + split) * heads + head_H
     tl.store(lse_ptr + part_H, lse_H, mask=real_H)
     out_HG = out_ptr + part_H[:, None] * C + col_G[None, :]
     factor_H1 = (most / safe_H)[:, None]
@@ -184,7 +185,7 @@ def sparse_mla_fp8(
         q_BTHX, values, scales, rotary, selected_BTK, selected_BTK if pages is None else pages.table_BP, part, part_lse,
         heads, keys, queries, scale * LOG2E, q_BTHX.stride(0) if queries == 1 else q_BTHX.stride(1), q_BTHX.stride(2),
         strides[0] if pages is None else 0, strides[1], 0 if pages is None else pages.table_BP.stride(0),
-        C=LATENT, R=ROTARY, SPLITS=splits, BLOCK_H=block_h, BLOCK_K=block_k,
+        C=LATENT, R=ROTARY, WHOLE=splits == 1, BLOCK_H=block_h, BLOCK_K=block_k,
         KIND={torch.float16: tl.float16, torch.bfloat16: tl.bfloat16, torch.float32: tl.float32}[kind],
         PAGE=0 if pages is None else pages.size, num_warps=warps, num_stages=stages,
     )  # fmt: skip
