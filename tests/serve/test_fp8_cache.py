@@ -170,6 +170,23 @@ def test_all_of_a_page_moves_between_workers(model: GLM5) -> None:
     assert bool(one.layers[0][2].any())
 
 
+@pytest.mark.parametrize("fp8", [False, True])
+def test_all_of_a_page_moves_to_the_host_and_back(fp8: bool, model: GLM5) -> None:
+    """The trunk's hidden state at its end included, from which the next page's first draft is made."""
+    cache = PagedCache(model.config, 3, 2, draft=True, fp8=fp8)
+    make = torch.Generator().manual_seed(0)
+    for tensor in cache.tensors():
+        tensor.view(torch.uint8).random_(1, 50, generator=make)
+    parts = [tensor.view(3, -1) if tensor is cache.hidden else tensor.view(3, 64, -1) for tensor in cache.tensors()]
+    before = [part.clone() for part in parts]
+    cache.copy("to_host", 2, 1)
+    cache.copy("to_device", 1, 0)
+    cache.copy("within", 2, 1)
+    for part, old in zip(parts, before, strict=True):
+        assert not torch.equal(old[0].view(torch.uint8), old[2].view(torch.uint8))
+        assert all(torch.equal(part[page].view(torch.uint8), old[2].view(torch.uint8)) for page in range(3))
+
+
 def test_what_cannot_be_packed_is_refused(model: GLM5) -> None:
     with pytest.raises(ConfigError, match="power of two"):
         Engine(tiny_model(0).eval(), replace(CONFIG, context=128))

@@ -12,6 +12,7 @@ import atexit
 import hashlib
 import threading
 from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
 
@@ -179,8 +180,8 @@ class WeightSource:
         unknown = next((dtype for dtype in dtypes if dtype not in DTYPES), None)
         if unknown is not None:
             raise UserError(f"dtypes: {unknown!r}", f"Send one of {', '.join(DTYPES)}")
-        received = {}
-        with group.busy:
+        received: dict[str, Tensor] = {}
+        with group.busy, _beside_steps(self.model.device, received):
             for name, dtype, shape in zip(update.names, dtypes, update.shapes, strict=True):
                 received[name] = torch.empty(shape, dtype=DTYPES[dtype], device=self.model.device)
                 try:
@@ -189,6 +190,21 @@ class WeightSource:
                     what = f"{name} did not come over {update.group_name}: {str(error).splitlines()[0]}"
                     raise UserError(what, "Leave the group, and join a new one") from None
         return received
+
+
+@contextmanager
+def _beside_steps(device: torch.device, received: dict[str, Tensor]) -> Iterator[None]:
+    """On a GPU tensors arrive on a stream of their own, else steps would wait there for the sender. At the end they have
+    arrived, and may be used on the stream that was current."""
+    if device.type != "cuda":
+        yield
+        return
+    user, own = torch.cuda.current_stream(device), torch.cuda.Stream(device)
+    with torch.cuda.stream(own):
+        yield
+        own.synchronize()
+    for tensor in received.values():
+        tensor.record_stream(user)
 
 
 class Joined:
