@@ -176,7 +176,7 @@ def stream_select(
     block_q: int | None = None,
     block_s: int = 128,
     capacity: int | None = None,
-    warps: int = 4,
+    warps: int | None = None,
     stages: int | None = None,
     tile_bytes: int = 2**28,
 ) -> Tensor:
@@ -203,7 +203,7 @@ def stream_select(
         raise ValueError(f"stream_select takes heads and widths that are powers of two from 16, not {heads} x {width}")
     decode = queries * heads <= 64
     block_q = block_q or (max(1, triton.next_power_of_2(queries)) if decode else max(1, 128 // heads))
-    stages = stages or (3 if decode else 2)
+    warps, stages = warps or (4 if decode else 8), stages or (3 if decode else 2)
     picked = torch.empty(batch, queries, min(k, slots), dtype=torch.int32, device=q_BTJI.device)
     if picked.numel() == 0:
         return picked
