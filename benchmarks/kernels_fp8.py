@@ -275,11 +275,53 @@ def bench_moe_case(table: Table, gate_up: Packed, down: Packed, tokens: int) -> 
         return triton.grouped_swiglu_fp8(x[i], gate_up, down, expert[i], weight[i], tile=tile)
 
     table.add("experts fp8", f"{tokens} tokens", "ours (Triton)", ours, sets, floor, check)
+    peer = deep_gemm_products(x[0], gate_up, down, expert[0]) if tokens >= 256 else None
+    if peer is not None:
+        call, check_peer = peer
+        name = "DeepGEMM, products only"
+        table.add("experts fp8", f"{tokens} tokens", name, lambda _: call(), 1, floor, check_peer)  # type: ignore[arg-type]
     if table.sweep:
         tiles = {1: [(16, 4, 5)], 16: [(16, 4, 5), (16, 8, 4)], 256: [(16, 4, 4), (32, 8, 4), (32, 4, 5)]}
         for tile in tiles.get(tokens, [(64, 8, 4), (128, 16, 4), (128, 8, 4), (64, 4, 4)]):
             name = f"ours (Triton) {tile}"
             table.add("experts fp8", f"{tokens} tokens", name, lambda i, t=tile: ours(i, t), sets, floor, check)
+
+
+def deep_gemm_products(
+    x: Tensor, gate_up: Packed, down: Packed, expert: Tensor
+) -> tuple[Callable[[], Tensor], Callable[[Tensor], float]] | None:
+    """DeepGEMM's two grouped products alone, without what goes before, between and after, and a check of the first."""
+    try:
+        import deep_gemm
+    except Exception as problem:
+        print(f"DeepGEMM takes no part: {problem}")
+        return None
+    experts, width, inner = down.values.shape
+    align = deep_gemm.get_mk_alignment_for_contiguous_layout()
+    ids, order = expert.flatten().sort(stable=True)
+    counts = torch.bincount(ids, minlength=experts)
+    padded = (counts + align - 1) // align * align
+    row = (padded.cumsum(0) - padded - counts.cumsum(0) + counts)[ids] + torch.arange(len(ids), device=ids.device)
+    total = int(padded.sum())
+    layout = torch.full((total,), -1, dtype=torch.int32, device=ids.device)
+    layout[row] = ids.int()
+    token = torch.zeros(total, dtype=torch.long, device=ids.device)
+    token[row] = order // expert.shape[1]
+    given = pack(x, "fp8", columns=BLOCK)
+    left = given.values.view(torch.uint8)[token].view(given.values.dtype), given.scale[token]
+    middle = pack(torch.randn(total, inner, device=ids.device), "fp8", columns=BLOCK)
+    hidden, out = (torch.empty(total, n, device=ids.device, dtype=torch.bfloat16) for n in (2 * inner, width))
+
+    def call() -> Tensor:
+        deep_gemm.m_grouped_fp8_gemm_nt_contiguous(left, (gate_up.values, gate_up.scale), hidden, layout)
+        deep_gemm.m_grouped_fp8_gemm_nt_contiguous(
+            (middle.values, middle.scale), (down.values, down.scale), out, layout
+        )
+        return hidden
+
+    first = int(row[0])
+    exact = _matrix(gate_up, int(ids[0])) @ rounded(x[token[first]][None])[0]
+    return call, lambda found: relative(found[first], exact)
 
 
 def _matrix(p: Packed, e: int) -> Tensor:
