@@ -132,6 +132,27 @@ def test_ten_ready_four_taken_six_remain(store: Store) -> None:
     assert store.ready(100, task="other") == []
 
 
+def test_an_update_has_the_groups_that_were_planned_for_it(store: Store) -> None:
+    for g in range(4):
+        store.start(f"g{g}", "t", [f"{g}a"])
+        store.deliver(f"{g}a", Outcome.OK, 1.0, [R])
+    assert store.planned(1) == []
+    store.plan(1, ["g2", "g0"])
+    store.plan(1, ["g2", "g0"])  # again
+    assert [group[0].group for group in store.planned(1)] == ["g2", "g0"], "in its own order"
+    assert [group[0].group for group in store.ready(9)] == ["g1", "g3"]
+    assert [group[0].group for group in store.ready(9, skip=1)] == ["g3"]
+    with pytest.raises(UserError, match="update 1 reads 2 other groups"):
+        store.plan(1, ["g2", "g1"])
+    with pytest.raises(UserError, match="'g0' belongs to another update"):
+        store.plan(2, ["g1", "g0"])
+    assert store.planned(2) == [], "all or none"
+    store.close_samples({"2a": State.TRAINED, "0a": State.TRAINED}, step=1)
+    store.rewind(0)
+    assert [group[0].status for group in store.planned(1)] == ["delivered", "delivered"]
+    assert [group[0].group for group in store.ready(9)] == ["g1", "g3"], "what was planned stays so"
+
+
 def test_what_is_open_of_each_task(tmp_path: Path) -> None:
     now = iter(range(100, 200))
     with Store(tmp_path / "t.sqlite", clock=lambda: float(next(now))) as store:

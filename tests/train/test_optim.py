@@ -408,6 +408,23 @@ def test_master_weights_keep_updates_that_bf16_would_lose():
     assert results[True] > 3 * results[False]
 
 
+def test_reset_forgets_all_but_the_weights():
+    model = _model(dtype=torch.bfloat16)
+    optimizer = _optimizer(model)
+    for step in range(2):
+        _set_grads(model, seed=step)
+        optimizer.step()
+    before = {name: t.clone() for name, t in optimizer.named_state().items()}
+    assert {"master", "momentum", "step", "exp_avg"} <= {name.rpartition(".")[2] for name in before}
+    optimizer.reset()
+    after = optimizer.named_state()
+    assert after.keys() == {name for name in before if name.endswith(".master")}
+    assert all(torch.equal(t, before[name]) for name, t in after.items())
+    other = _optimizer(_model(dtype=torch.bfloat16, seed=1))
+    other.load_named_state(after)  # one can go on from a checkpoint of it
+    assert other.named_state().keys() == after.keys()
+
+
 def test_master_weights_are_those_of_an_fp32_run():
     narrow = _model(dtype=torch.bfloat16)
     wide = GLM5(SMALL)
