@@ -336,6 +336,8 @@ def test_two_ranks_with_half_of_a_prompt_each(checkpoints: list[str], expected: 
     same(found["other weights"], expected["other weights"])
     for mine, other in zip(pages, their_pages, strict=True):
         assert torch.equal(mine, other)
+    ends = pages[-1]  # the trunk's states at pages' ends, of which prompts have seven
+    assert int(ends.any(-1).sum()) >= 7
 
 
 def test_halves_of_prompts_and_of_heads_over_four_ranks(checkpoints: list[str], expected: dict[str, Any]) -> None:

@@ -194,8 +194,8 @@ class WeightSource:
 
 @contextmanager
 def _beside_steps(device: torch.device, received: dict[str, Tensor]) -> Iterator[None]:
-    """On a GPU tensors arrive on a stream of their own, else steps would wait there for the sender. At the end they have
-    arrived, and may be used on the stream that was current."""
+    """On a GPU tensors arrive on a stream of their own, else steps would wait there for the sender. Afterwards they are
+    there, and may be used on the stream that was current."""
     if device.type != "cuda":
         yield
         return
