@@ -23,7 +23,7 @@ from support.training import tiny
 
 
 def batches() -> tuple[GLM5, GLM5, dict[str, PolicyRows]]:
-    """Two models some way apart, and rows of the first's answers: many, packed, and one alone, which leaves the second
+    """Two models some way apart, and rows of the first's answers: all of them, and one alone, which leaves the second
     rank nothing to read."""
     base = tiny().eval()
     other = copy.deepcopy(base)
@@ -32,7 +32,6 @@ def batches() -> tuple[GLM5, GLM5, dict[str, PolicyRows]]:
             p.add_(0.01 * torch.randn(p.shape, generator=torch.Generator().manual_seed(p.numel()), dtype=p.dtype))
     trajectories = fill(base, made(), noise=0.1)
     rows = {
-        "single": pack(trajectories, SEQ_LEN, packed=False),
         "packed": pack(trajectories, SEQ_LEN),
         "lonely": pack(trajectories[1:2], SEQ_LEN),
     }
@@ -56,7 +55,7 @@ def updated(ranks: Ranks) -> dict[str, tuple[dict[str, torch.Tensor], dict[str, 
     plain = PolicyUpdate(model, torch.optim.SGD(model.parameters(), lr=1.0), CONFIGS["glm5_reasoning"], ranks=ranks)
     figures = DivergenceUpdate(plain, [base], 0)(rows["packed"], 6)
     found["divergence"] = weights(model), figures
-    broken = replace(rows["single"], advantages_BT=rows["single"].advantages_BT.clone())
+    broken = replace(rows["packed"], advantages_BT=rows["packed"].advantages_BT.clone())
     broken.advantages_BT[0] = float("inf")  # a row of the first rank alone
     before = weights(model)
     with pytest.raises(NumericalError, match="the policy's loss is"):
