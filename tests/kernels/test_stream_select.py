@@ -11,9 +11,11 @@ from support import triton_interpreter
 triton_interpreter.ask()
 
 from glm5.kernels import triton as fast
+from glm5.kernels.dispatch import OPERATORS
 from glm5.kernels.indexer_fp8 import round_keys, round_queries
 from glm5.kernels.pages import Pages
 from glm5.kernels.topk import stable_topk
+from glm5.kernels.visibility import Visibility
 
 triton_interpreter.mend()
 
@@ -94,6 +96,26 @@ def test_fp8_keys_in_pages() -> None:
         q8, w8, pool, first, last, 24, key_scale_BS=scales.to(DEVICE)[None], pages=pages, **options
     )
     assert torch.equal(paged, picked)
+
+
+def test_dispatch_calls_it_as_the_specification() -> None:
+    q, w, keys, first, last = _inputs(2, 3, 100, "ties")
+    longer = torch.cat((keys, torch.full_like(keys[:, :7], torch.nan)), 1)  # more slots than any query sees
+    last.clamp_(max=89)
+    visible = Visibility(first.long(), last.long(), 90)
+    plain = next(f for f in OPERATORS["index_select"] if f.name == "triton.stream_select")
+    ours = plain.load()(q, w, longer, visible, 24, None)
+    scores = fast.index_scores(q, w, keys[:, :90].contiguous(), first, last, block_q=4)
+    assert torch.equal(ours, stable_topk(scores.flatten(0, 1), 24).view_as(ours))
+    assert plain.refuses(q[..., :9, :], w, keys) == "takes powers of two from 16, not 9 index heads of 16"
+    (q8, w8), held = round_queries(q, w), round_keys(longer)
+    ours = next(f for f in OPERATORS["index_select_fp8"] if f.name == "triton.stream_select").load()(
+        q8, w8, held, visible, 24, None
+    )
+    scores = fast.index_scores(
+        q8, w8, held.values[:, :90].contiguous(), first, last, block_q=4, key_scale_BS=held.scale[:, :90].contiguous()
+    )
+    assert torch.equal(ours, stable_topk(scores.flatten(0, 1), 24).view_as(ours))
 
 
 def test_what_it_cannot_do_is_refused() -> None:

@@ -189,6 +189,22 @@ def _index_select_fp8(q_BTJI: Tensor, w_BTJ: Tensor, k_BSI: Tensor, scale_BS: Te
     return _e4m3(q_BTJI, k_BSI)
 
 
+def _powers_of_two(q_BTJI: Tensor) -> str | None:
+    if any(n < 16 or n & (n - 1) for n in q_BTJI.shape[2:]):
+        return f"takes powers of two from 16, not {q_BTJI.shape[2]} index heads of {q_BTJI.shape[3]}"
+    return None
+
+
+def _stream_select(q_BTJI: Tensor, w_BTJ: Tensor, k_BSI: Tensor) -> str | None:
+    return _powers_of_two(q_BTJI) or _plain_bf16(q_BTJI, k_BSI)
+
+
+def _stream_select_fp8(q_BTJI: Tensor, w_BTJ: Tensor, k_BSI: Tensor, scale_BS: Tensor) -> str | None:
+    if torch.cuda.get_device_capability(q_BTJI.device) < (8, 9):
+        return "e4m3 products need compute capability 8.9"
+    return _powers_of_two(q_BTJI) or _e4m3(q_BTJI, k_BSI)
+
+
 def _sparse_mla_fp8(q_BTHX: Tensor, rows_BSY: Tensor) -> str | None:
     return _mla_heads(q_BTHX.shape[2], q_BTHX.shape[3], 512) or _plain_bf16(q_BTHX)
 
@@ -310,27 +326,38 @@ def _load_sparse_mla() -> Callable[..., Any]:
     return attend
 
 
-def _load_index_select() -> Callable[..., Any]:
-    from glm5.kernels.cuda import index_select
+def _load_index_select(room: str) -> Callable[[], Callable[..., Any]]:
+    def load() -> Callable[..., Any]:
+        from glm5.kernels import cuda, triton
 
-    def select(q: Tensor, w: Tensor, keys: Tensor, visible: Visibility, k: int, pages: Pages | None) -> Tensor:
-        keys = keys[:, : visible.slots] if pages is None else keys
-        first, last = visible.narrow
-        return index_select(q, w, keys, first, last, min(k, visible.slots), pages=pages)
+        choose: Callable[..., Tensor] = cuda.index_select if room == "cuda" else triton.stream_select
 
-    return select
+        def select(
+            q: Tensor, w: Tensor, keys: Tensor, visible: Visibility, k: int, pages: Pages | None, **scale: Tensor
+        ) -> Tensor:
+            if pages is None:
+                keys, scale = keys[:, : visible.slots], {n: t[:, : visible.slots] for n, t in scale.items()}
+            first, last = visible.narrow
+            return choose(q, w, keys, first, last, min(k, visible.slots), pages=pages, **scale)
+
+        return select
+
+    return load
 
 
-def _load_index_select_fp8() -> Callable[..., Any]:
-    from glm5.kernels.cuda import index_select
-    from glm5.kernels.indexer_fp8 import IndexKeys
+def _load_index_select_fp8(room: str) -> Callable[[], Callable[..., Any]]:
+    def load() -> Callable[..., Any]:
+        choose = _load_index_select(room)()
 
-    def select(q: Tensor, w: Tensor, keys: IndexKeys, visible: Visibility, k: int, pages: Pages | None) -> Tensor:
-        values, scale = keys if pages is not None else (part[:, : visible.slots] for part in keys)
-        first, last = visible.narrow
-        return index_select(q, w, values, first, last, min(k, visible.slots), pages=pages, key_scale_BS=scale)
+        def select(
+            q: Tensor, w: Tensor, keys: tuple[Tensor, Tensor], visible: Visibility, k: int, pages: Pages | None
+        ) -> Tensor:
+            found: Tensor = choose(q, w, keys[0], visible, k, pages, key_scale_BS=keys[1])
+            return found
 
-    return select
+        return select
+
+    return load
 
 
 def _load_sparse_mla_fp8(room: str) -> Callable[[], Callable[..., Any]]:
@@ -415,10 +442,14 @@ OPERATORS: dict[str, tuple[Fast, ...]] = {
         Fast("cpu.sparse_attention", _compiler, _cpu_attention, _load_cpu("sparse_attention")),
     ),
     "index_select": (
-        Fast("cuda.index_select", _both, _index_select, _load_index_select),
+        Fast("cuda.index_select", _both, _index_select, _load_index_select("cuda")),
+        Fast("triton.stream_select", _triton, _stream_select, _load_index_select("triton")),
         Fast("cpu.index_select", _compiler, _plain_fp32, _load_cpu("index_select")),
     ),
-    "index_select_fp8": (Fast("cuda.index_select", _both, _index_select_fp8, _load_index_select_fp8),),
+    "index_select_fp8": (
+        Fast("cuda.index_select", _both, _index_select_fp8, _load_index_select_fp8("cuda")),
+        Fast("triton.stream_select", _triton, _stream_select_fp8, _load_index_select_fp8("triton")),
+    ),
     "sparse_attention_fp8": (
         Fast("cuda.sparse_mla", _hopper, _sparse_mla_fp8, _load_sparse_mla_fp8("cuda")),
         Fast("triton.sparse_mla_fp8", _triton, _sparse_mla_fp8, _load_sparse_mla_fp8("triton")),
