@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -164,6 +165,34 @@ def test_from_one_process_to_a_mesh(trained: tuple[Path, list[dict[str, Any]]]) 
     for state, _ in run_ranks(2, "tp=2", _resumed, str(directory), "alone"):
         assert sorted(n for n in expected if not torch.equal(expected[n], state[n])) == []
     assert len(losses(directory / "alone")) == 6
+
+
+def _with_a_copy(world: World, directory: str) -> list[str]:
+    """A pipeline whose MTP block reads a copy of the embedding, unbroken, and stopped after three of six steps."""
+    options = {**OPTIONS, "layout": "E D | M N P H", "mtp_share": 1.0}
+    whole = make(world, directory, "copy-whole", **options)
+    whole.run()
+    broken = make(world, directory, "copy-broken", **options)
+    with suppress(Stop):
+        broken.run(on_step=stop_at(3))
+    again = make(world, directory, "copy-broken", **options)
+    again.run()
+    own, resumed = everything(whole), everything(again)
+    assert again.pipeline is not None
+    held = [stage.replica is not None for stage in again.pipeline.stages.values()]
+    return [n for n in own if not torch.equal(own[n], resumed[n])] + ([] if held == [world.rank == 1] else ["no copy"])
+
+
+def test_a_copied_embedding_does_not_drift_over_a_stop(trained: tuple[Path, list[dict[str, Any]]]) -> None:
+    """The first MTP loss after it, and all others, are those of a run that was not stopped, to the bit."""
+    directory, _ = trained
+    assert run_ranks(2, "pp=2", _with_a_copy, str(directory)) == [[], []]
+    whole, broken = (
+        [(m["step"], m["loss"], m["mtp_loss_1"], m["mtp_loss_3"]) for m in read_metrics(directory / name)]
+        for name in ("copy-whole", "copy-broken")
+    )
+    assert whole == broken
+    assert len(whole) == 6
 
 
 def _damaged(world: World, directory: str) -> tuple[int, list[str]]:

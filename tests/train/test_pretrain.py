@@ -321,6 +321,23 @@ def test_what_fails_before_the_first_step_leaves_nothing(tmp_path: Path) -> None
         pretrain(config(tmp_path, corpus=str(tmp_path / "nowhere"), train=dict(seed=1)), lambda _: None)
 
 
+def test_deterministic_mode_holds_for_the_run_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write_corpus(tmp_path / "corpus")
+    asked: list[bool] = []
+    step = Trainer.step
+
+    def watched(self: Trainer) -> dict[str, Any]:
+        asked.append(torch.are_deterministic_algorithms_enabled())
+        return step(self)
+
+    monkeypatch.setattr(Trainer, "step", watched)
+    for on in (False, True):
+        run = str(tmp_path / f"run-{on}")
+        pretrain(config(tmp_path, run=run, deterministic=on, held_out=0.0, train=dict(steps=1)), lambda _: None)
+    assert asked == [False, True]
+    assert not torch.are_deterministic_algorithms_enabled()
+
+
 def test_a_read_only_run_directory(tmp_path: Path, read_only: Callable[[Path], AbstractContextManager[None]]) -> None:
     write_corpus(tmp_path / "corpus")
     (tmp_path / "run").mkdir()

@@ -90,20 +90,24 @@ def together(config: MeshConfig, run: Path, model: ModelConfig) -> Iterator[Worl
         ConfigError: the mesh needs another number of them, or cannot divide the model.
         ParallelError: they did not find each other, or don't run the same.
     """
+    before = torch.are_deterministic_algorithms_enabled()
     if config.deterministic:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
         torch.use_deterministic_algorithms(True, warn_only=True)
-    mesh = Mesh.parse(config.mesh)
-    if not launched() and mesh.size == 1:
-        yield None
-        return
-    if not config.mesh and launched():
-        mesh = Mesh(dp=int(os.environ["WORLD_SIZE"]))
-    mesh.check_model(model)
-    with open_world(mesh, config.device.partition(":")[0]) as world:
-        check_alike(world, to_dict(config))
-        with watched(world, run / "ranks", config.hang_seconds):
-            yield world
+    try:
+        mesh = Mesh.parse(config.mesh)
+        if not launched() and mesh.size == 1:
+            yield None
+            return
+        if not config.mesh and launched():
+            mesh = Mesh(dp=int(os.environ["WORLD_SIZE"]))
+        mesh.check_model(model)
+        with open_world(mesh, config.device.partition(":")[0]) as world:
+            check_alike(world, to_dict(config))
+            with watched(world, run / "ranks", config.hang_seconds):
+                yield world
+    finally:
+        torch.use_deterministic_algorithms(before, warn_only=torch.is_deterministic_algorithms_warn_only_enabled())
 
 
 @contextmanager
