@@ -20,7 +20,6 @@ import json
 import math
 import time
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -183,30 +182,25 @@ class Field:
         self.config, self.engines, self.store, self.services = config, engines, store, services
         sampling = config.sampling
         self._sampling = {k: v for k, v in vars(sampling).items() if v != getattr(_PLAIN, k) or k == "temperature"}
-        self._running: Future[None] | None = None
-        self._held = 0.0
+        self._orchestrator: Orchestrator | None = None
+        self._running: asyncio.Task[None] | None = None
 
     def __enter__(self) -> Field:
         self.engines.__enter__()
         return self
 
     def __exit__(self, *error: object) -> None:
-        if self._running is not None:
-            self._running.cancel()
-            self.engines.call(self._ended())
-        self.engines.__exit__(*error)
-
-    async def _ended(self) -> None:
-        """Give the orchestrator time to let go of what runs."""
-        await self._orchestrator.close()
+        try:
+            self.engines.call(self._end())
+        finally:
+            self.engines.__exit__(*error)
 
     # ------------------------------------------------------------------ of the learner
     def push(self, model: GLM5, version: int) -> None:
         self.engines.push(model, version)
 
     def begin(self) -> None:
-        self._running = self.engines.spawn(self._run())
-        self.engines.call(self._host())
+        self.engines.call(self._begin())
 
     def check(self) -> None:
         if self._running is not None and self._running.done():
@@ -217,22 +211,35 @@ class Field:
         return {**self.engines.figures(), "rollouts": self.engines.call(self._snapshot())}
 
     # ------------------------------------------------------------------ in the event loop
-    async def _run(self) -> None:
-        self._orchestrator = Orchestrator(
-            self.store, self.engines.url, self.config.rollout, sampling=self._sampling, http=_client()
+    async def _begin(self) -> None:
+        self._http = _client()
+        of = self._orchestrator = Orchestrator(
+            self.store, self.engines.url, self.config.rollout, sampling=self._sampling, http=self._http
         )
-        await self._orchestrator.run()
+        self._running = asyncio.ensure_future(of.run())
+        hosting = asyncio.ensure_future(self._host(of))
+        await asyncio.wait({self._running, hosting}, return_when=asyncio.FIRST_COMPLETED)
+        if not hosting.done():  # it waits for an orchestrator that has failed
+            hosting.cancel()
+            self._running.result()
+        await hosting
 
-    async def _host(self) -> None:
-        while not hasattr(self, "_orchestrator"):
-            await asyncio.sleep(0.01)
+    async def _host(self, of: Orchestrator) -> None:
         for service in self.services:
-            await self._orchestrator.host(service)
+            await of.host(service)
         if self.config.desk:
             host, _, port = self.config.desk.rpartition(":")
-            await self.engines.serve(create_desk(self._orchestrator), host or "127.0.0.1", int(port))
+            await self.engines.serve(create_desk(of), host or "127.0.0.1", int(port))
+
+    async def _end(self) -> None:
+        """The orchestrator lets go of what runs, without a word to the ledger."""
+        if self._running is not None:
+            self._running.cancel()
+            await asyncio.gather(self._running, return_exceptions=True)
+            await self._http.aclose()
 
     async def _snapshot(self) -> dict[str, Any]:
+        assert self._orchestrator is not None, "it has begun"
         return self._orchestrator.figures.snapshot(self._orchestrator, time.time())
 
     # ------------------------------------------------------------------ held-out prompts
@@ -241,6 +248,7 @@ class Field:
         return self.engines.call(self._success(count))
 
     async def _success(self, count: int) -> dict[str, float]:
+        assert self._orchestrator is not None, "it has begun"
         tasks = self._orchestrator.services
         deadline = time.monotonic() + FIRST_S
         while not tasks.known and time.monotonic() < deadline:
