@@ -372,6 +372,22 @@ class Slow:
         await asyncio.to_thread(self.reached.wait, 20)
 
 
+def test_nothing_is_left_as_soon_as_all_is_answered(model: GLM5, prompts: list[list[int]], tmp_path: Path) -> None:
+    """No request is counted, a flush finds nothing in use, and the figures after it say so."""
+
+    async def test() -> None:
+        async with cluster(model, tmp_path, "pd") as c:
+            for ids in prompts[3:6]:
+                await c.answer(Request(ids, GREEDY))
+                stats = c.fleet.stats()
+                assert (stats.running, stats.waiting) == (0, 0)
+                assert await c.fleet.flush()
+                assert c.fleet.stats().cache_usage == 0
+                assert c.fleet.stats().free_tokens == SMALL.pages * 64
+
+    play(test)
+
+
 @pytest.mark.parametrize("when", ["prefill", "transfer", "decode"])
 @pytest.mark.parametrize("how", ["abort", "leave"])
 def test_an_abort_frees_both_sides_at_once(

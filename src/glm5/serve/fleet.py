@@ -23,7 +23,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Coroutine, Iterable
+from collections.abc import Callable, Coroutine, Iterable
 from contextlib import suppress
 from dataclasses import replace
 from typing import Any
@@ -55,6 +55,7 @@ class Fleet:
         self.prefill: list[Remote] = []
         self.decode: list[Remote] = []
         self._alive: dict[str, _Open] = {}
+        self._behind: set[asyncio.Task[None]] = set()  # what is told to workers, and nobody waits for
         self._stale: set[Remote] = set()
         self._version = "0"
         self._paused: PauseMode | None = None
@@ -144,11 +145,11 @@ class Fleet:
         """As `Backend.generate`."""
         if request.rid in self._alive:
             raise UserError(f"rid={request.rid!r} is in use by a running request", "choose another, or leave it out")
-        one = self._alive[request.rid] = _Open(request, self.weight_version)
+        one = self._alive[request.rid] = _Open(request, self.weight_version, self._forget)
         try:
             await self._check(request)
         except BaseException:
-            self._alive.pop(request.rid, None)
+            self._forget(one)
             raise
         one.task = asyncio.ensure_future(self._drive(one))
         return Answers(one.inbox, request.params.n, one.leave)
@@ -187,7 +188,23 @@ class Fleet:
             log.exception("%s failed", one.request.rid)
             one.end(Finish("error", message=str(error)))
         finally:
-            self._alive.pop(one.request.rid, None)
+            self._forget(one)
+
+    def _forget(self, one: _Open) -> None:
+        """It has ended, or was never begun. Its name may be another's by now."""
+        if self._alive.get(one.request.rid) is one:
+            del self._alive[one.request.rid]
+
+    def _tell(self, work: Coroutine[Any, Any, Any]) -> None:
+        """Carry out a call whose result nobody needs."""
+
+        async def quietly() -> None:
+            with suppress(Unavailable):
+                await work
+
+        task = asyncio.ensure_future(quietly())
+        self._behind.add(task)
+        task.add_done_callback(self._behind.discard)
 
     async def _attempt(self, one: _Open) -> None:
         request = one.request
@@ -209,7 +226,7 @@ class Fleet:
         finally:
             decoder.outstanding -= tokens
             if lease is not None and lease[0].lost is None:
-                _in_background(lease[0].call("return_lease", lease[1].lease))
+                self._tell(lease[0].call("return_lease", lease[1].lease))
 
     async def _prefill(self, one: _Open, reader: Remote) -> tuple[Remote, PageSource] | None:
         """Let a prefill worker read the prompt; where its pages then are, or None."""
@@ -237,7 +254,7 @@ class Fleet:
             except Unavailable as error:
                 log.warning("%s: %s; another worker reads it", request.rid, error)
             except BaseException:  # it may have ended already, with a lease
-                _in_background(worker.call("return_lease", request.rid))
+                self._tell(worker.call("return_lease", request.rid))
                 raise
             finally:
                 worker.outstanding -= tokens
@@ -275,7 +292,8 @@ class Fleet:
         self._may_begin.set()
 
     async def flush(self) -> bool:
-        """As `Backend.flush`: all, or False."""
+        """As `Backend.flush`: all, or False. Leases of requests that have ended are returned first."""
+        await asyncio.gather(*self._behind)
         return not self._alive and all(await self._all("flush"))
 
     async def update_weights(self, update: WeightUpdate) -> None:
@@ -318,8 +336,8 @@ class Fleet:
 class _Open:
     """A request under way: where its deltas go, and the last one of each answer that has not ended."""
 
-    def __init__(self, request: Request, version: str) -> None:
-        self.request = request
+    def __init__(self, request: Request, version: str, ended: Callable[[_Open], None]) -> None:
+        self.request, self._ended = request, ended
         self.inbox: asyncio.Queue[Delta] = asyncio.Queue()
         self.task: asyncio.Task[None] | None = None
         self.entered = self.begun = self.told = False
@@ -339,6 +357,8 @@ class _Open:
             self._last[delta.index] = delta
         else:
             self._last.pop(delta.index, None)
+            if not self._last:  # before anybody hears of it, who may count what is alive
+                self._ended(self)
         self.inbox.put_nowait(delta)
 
     def end(self, finish: Finish) -> None:
@@ -353,16 +373,3 @@ def _results(results: Iterable[Any]) -> list[Any]:
         if isinstance(result, BaseException):
             raise result
     return found
-
-
-_BACKGROUND: set[asyncio.Task[Any]] = set()  # the event loop itself keeps no strong reference
-
-
-def _in_background(work: Coroutine[Any, Any, Any]) -> None:
-    async def quietly() -> None:
-        with suppress(Unavailable):
-            await work
-
-    task = asyncio.ensure_future(quietly())
-    _BACKGROUND.add(task)
-    task.add_done_callback(_BACKGROUND.discard)
