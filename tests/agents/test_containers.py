@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -303,6 +304,26 @@ def test_a_container_ends_with_its_maker(podman: Engine) -> None:
             return
         time.sleep(0.1)
     pytest.fail("the container is still there")
+
+
+def test_dockers_own_command(podman: Engine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The other engine's command takes the same words: here it asks Podman, which answers in Docker's place."""
+    if shutil.which("docker") is None:
+        pytest.skip("the command docker is not installed")
+    socket = f"unix://{tmp_path}/socket"
+    monkeypatch.setenv("DOCKER_HOST", socket)
+    _require.cache_clear()
+    with subprocess.Popen(["podman", "system", "service", "--time=0", socket], stderr=subprocess.PIPE) as service:
+        try:
+            for _ in range(600):
+                if (tmp_path / "socket").exists() or service.poll() is not None:
+                    break
+                time.sleep(0.1)
+            task, where = read_task(task_of(tmp_path / "task")), InContainer(Engine("docker"))
+            assert solve(task, where) == Judged(Outcome.OK, 1.0)
+            assert attempt(task, lambda trial: None, where) == Judged(Outcome.TASK_FAILED, 0.0)
+        finally:
+            service.kill()
 
 
 def _names() -> str:
