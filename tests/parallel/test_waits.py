@@ -47,6 +47,17 @@ def test_each_wait_counts_once(ticking: None) -> None:
     assert plain == [getattr(dist, name) for name in COLLECTIVES] + [getattr(owner, name) for owner, name in waiting()]
 
 
+def test_a_wait_inside_another_counts_once(ticking: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Unit:
+        def wait(self) -> None:
+            dist.all_reduce(torch.ones(1))
+
+    monkeypatch.setattr(waits, "waiting", lambda: [(Unit, "wait")])
+    with open_world(Mesh(), "cpu") as world, Waits(world.device) as found:
+        Unit().wait()
+        assert found.seconds() == 1
+
+
 def test_what_fsdp_waits_for_counts(ticking: None) -> None:
     with open_world(Mesh(), "cpu") as world:
         model = nn.Linear(4, 4)
