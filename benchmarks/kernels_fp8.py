@@ -152,7 +152,7 @@ def bench_select_case(table: Table, batch: int, queries: int, slots: int) -> Non
         table.add("score+select fp8", case, name, run, sets, floor, check_two)
     launches: list[dict[str, int]] = [{}]
     if table.sweep:
-        launches += [dict(warps=8), dict(warps=8, capacity=8192), dict(block_s=64), dict(stages=4)]
+        launches += [dict(warps=4), dict(warps=8), dict(warps=8, capacity=8192), dict(block_s=64), dict(stages=4)]
         launches += (
             [dict(parts=parts) for parts in (2, 4, 8)] if queries == 1 else [dict(block_q=2), dict(block_q=8, warps=8)]
         )

@@ -38,12 +38,19 @@ def _cut(score_ptr, slot_ptr, target_ptr, count, k, width, CAPACITY: tl.constexp
     # An order-preserving unsigned key; 0 is below that of any number.
     key = ((bits ^ ((bits >> 31) & 0x7FFFFFFF)) ^ -0x80000000).to(tl.uint32, bitcast=True)
     key = tl.where(at < count, key, 0)
+    # Two bits at a time, the largest key that k entries reach; 0 if there are fewer. One sum counts for three trials.
     kth = tl.full([], 0, tl.uint32)
-    bit = tl.full([], 1 << 31, tl.uint32)
-    for _ in range(32):  # bit by bit, the largest key that k entries reach; 0 if there are fewer
-        trial = kth | bit
-        kth = tl.where(tl.sum((key >= trial).to(tl.int32), 0) >= k, trial, kth)
-        bit = bit >> 1
+    digit = tl.full([], 1 << 30, tl.uint32)
+    for _ in range(16):
+        reached = (key >= kth + digit).to(tl.int64)
+        reached += (key >= kth + 2 * digit).to(tl.int64) << 16
+        reached += (key >= kth + 3 * digit).to(tl.int64) << 32
+        counts = tl.sum(reached, 0)
+        enough = ((counts & 0xFFFF) >= k).to(tl.uint32)
+        enough += ((counts >> 16 & 0xFFFF) >= k).to(tl.uint32)
+        enough += ((counts >> 32) >= k).to(tl.uint32)
+        kth += enough * digit
+        digit = digit >> 2
     above = key > kth
     tied = (key == kth) & (at < count)
     room = k - tl.sum(above.to(tl.int32), 0)
