@@ -51,6 +51,12 @@ from glm5.utils.errors import ConfigError, UserError
 from glm5.utils.files import exclusive, require_writable, write_json
 
 GREEDY = 1e-4  # a temperature at which the likeliest id is drawn; sessions have none of 0
+# Beside what any run may change later: where and how fast things are done, and how patiently.
+ALSO_MAY_DIFFER = {
+    *("desk", "engines", "pages", "host_pages", "max_running", "max_batched_tokens", "chunk", "overlap", "cuda_graphs"),
+    *("concurrency", "max_open", "lead", "retries", "losses", "grace_s", "beat_s", "silent_s", "patience_s", "look_s"),
+    *("eval_rollouts", "patience"),
+}
 FIRST_S = 60.0  # a task must be there after so long, or held-out figures would be of none
 
 
@@ -315,7 +321,7 @@ def agent(
     config, shape = resolve(config)
     run = require_writable(config.run)
     with exclusive(run / ".rl.lock"):
-        begin(run, config.checkpoint, config)
+        begin(run, config.checkpoint, config, ALSO_MAY_DIFFER)
         tokenizer = load_tokenizer(config.checkpoint)
         model = load_model(config.checkpoint, device=config.device, dtype="float32")
         say(f"tasks     {', '.join(s.name for s in services) or 'those that register'}")
@@ -333,7 +339,7 @@ def agent(
             if config.eval_rollouts:
                 learner.measure, learner.measure_every = measure, config.eval_every
             learner.run(
-                resolved=config, title="agent", may_differ={"desk", "engines", "engine"},
+                resolved=config, title="agent", may_differ=ALSO_MAY_DIFFER,
                 on_step=None if on_step is None else lambda of: on_step(learner),
             )  # fmt: skip
             path = learner.export(tokenizer)
