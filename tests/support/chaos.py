@@ -77,7 +77,7 @@ def engine(listening: socket.socket) -> None:
 def gateway(listening: socket.socket, engines: list[str]) -> None:
     tokenizer = ScriptedEngine().tokenizer
     made = {url: HttpEngine(url, tokenizer, "glm5-test", 4096, timeout_s=60) for url in engines}
-    pool = EnginePool(made, Router(str(VERSION), silent_s=5.0), beat_s=0.5)
+    pool = EnginePool(made, Router(str(VERSION), silent_s=10.0), beat_s=2.0)
     run_app(create_gateway(pool, GatewayOptions(), start=pool.start, stop=pool.stop), listening)
 
 
@@ -132,7 +132,7 @@ def learner(path: Path, seed: int) -> None:
             with suppress(FileError):
                 if learn(store, rng.randint(1, 4)):
                     continue
-                time.sleep(0.3)
+                time.sleep(0.5)
                 for sample in store.samples(status="delivered", limit=1):
                     assert sample.outcome is not None
                     again = store.records(sample.id)
@@ -303,7 +303,7 @@ class Chaos:
                 if finished >= following and not over:
                     self._fault()
                     following = finished + self._wait()
-                time.sleep(0.2)
+                time.sleep(0.4)
         finally:
             self._store.close()
             for part in self._parts.values():

@@ -8,6 +8,8 @@ after it was answered, a call of the store before or after it.
 from __future__ import annotations
 
 import asyncio
+import random
+from collections import Counter
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -87,11 +89,21 @@ class _Store(Store):
         return made
 
 
+def _frozen(app: Any, thawed: asyncio.Event) -> Any:
+    """An application that takes requests, and answers them later."""
+
+    async def later(scope: Any, receive: Any, send: Any) -> None:
+        await thawed.wait()
+        await app(scope, receive, send)
+
+    return later
+
+
 class World:
     """See the module.
 
     Args:
-        tasks: what the services play. full: whether the disk is. clock: of the orchestrator's ledger.
+        tasks: what the services play. clock: of the orchestrator's ledger.
     """
 
     def __init__(
@@ -101,10 +113,9 @@ class World:
         options: RolloutOptions = OPTIONS,
         *,
         engines: int = 2,
-        full: Callable[[], bool] = lambda: False,
         clock: Callable[[], float] = lambda: 0.0,
     ) -> None:
-        self.path, self.options, self.full, self.clock = path, options, full, clock
+        self.path, self.options, self.clock, self.disk_is_full = path, options, clock, False
         self.network = Network()
         self.tasks = {task.name: task for task in tasks}
         self.engines = {f"engine{n}": create_app(ScriptedEngine(delay_s=0.01)) for n in range(engines)}
@@ -187,7 +198,7 @@ class World:
     def _start_orchestrator(self) -> None:
         life = self.life
         self.lives += 1
-        store = _Store(self.path, life, self.full, self.clock)
+        store = _Store(self.path, life, lambda: self.disk_is_full, self.clock)
         http = httpx.AsyncClient(transport=_Link(self.network, life), timeout=None)  # noqa: S113
         self.orchestrator = Orchestrator(store, "http://gateway", self.options, http=http)
         self.network.hosts["desk"] = create_desk(self.orchestrator)
@@ -210,6 +221,29 @@ class World:
                     await asyncio.sleep(0.05)
 
         self.parts["learner"] = self._spawn(learning()).cancel
+
+    async def storm(self, seed: int, every_s: float, faults: Counter[str]) -> None:
+        """Kill, hang and starve parts at random, until cancelled; a dead one is back within a second."""
+        rng = random.Random(seed)  # noqa: S311
+        while True:
+            await asyncio.sleep(rng.expovariate(1 / every_s))
+            kind = rng.choice(("kill", "kill", "kill", "hang", "full"))
+            name = rng.choice((*self.engines, "gateway", "orchestrator", *self.tasks, "learner"))
+            if kind == "kill":
+                self.kill(name)
+                await asyncio.sleep(rng.random())
+                self.start(name)
+            elif kind == "full":
+                self.disk_is_full = True
+                await asyncio.sleep(rng.uniform(0.5, 3.0))
+                self.disk_is_full = False
+            elif name in self.network.hosts:
+                thawed, app = asyncio.Event(), self.network.hosts[name]
+                self.network.hosts[name] = _frozen(app, thawed)
+                await asyncio.sleep(rng.uniform(0.1, 4.0))
+                self.network.hosts[name] = app
+                thawed.set()
+            faults[f"{kind} {name}" if kind == "kill" else kind] += 1
 
     async def finish(self, keep: Sequence[str] = ()) -> None:
         """Wait until the orchestrator has ended by itself and the learner has taken all; start what died meanwhile.

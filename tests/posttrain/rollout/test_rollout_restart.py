@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import asyncio
+import math
+import random
+from collections import Counter
 from pathlib import Path
 
 from support import virtual
-from support.rollout_world import World
+from support.chaos import TaskSpec, expected
+from support.rollout_world import OPTIONS, World
 from support.rollouts import ScriptedTask, fate, ledger
 
+TASKS = {"shell": 0.5, "edit": 2.0, "six": 1.0}
 SAMPLES = 24  # two groups of four of each of three tasks
 
 
@@ -43,3 +49,23 @@ def test_dies_at_any_step(tmp_path: Path) -> None:
             assert sessions == [], "nothing is left behind"
 
     virtual.run(main())
+
+
+def test_a_storm(tmp_path: Path) -> None:
+    """Everything dies, hangs and is starved at random, again and again; rollouts that hang cost no time here."""
+    rng = random.Random(5)  # noqa: S311
+    specs = [TaskSpec(name, 4, seconds, timeout_s=60.0, hang_s=math.inf) for name, seconds in TASKS.items()]
+    faults: Counter[str] = Counter()
+
+    async def main() -> None:
+        made = [spec.made() for spec in specs]
+        world = World(tmp_path / "t.sqlite", made, OPTIONS, clock=lambda: rng.choice((0.0, 1e9, -1e9)))
+        world.start_all()
+        storm = asyncio.ensure_future(world.storm(7, 0.8, faults))
+        await world.finish()
+        storm.cancel()
+
+    virtual.run(main())
+    found = {name: (row[2], row[3], row[6]) for name, row in ledger(tmp_path / "t.sqlite").items()}
+    assert found == expected(specs, OPTIONS.group)
+    assert sum(faults.values()) >= 10

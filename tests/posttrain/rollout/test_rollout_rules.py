@@ -156,9 +156,12 @@ def test_a_reward_for_nothing_is_none(tmp_path: Path) -> None:
 
     class Idle(Talk):
         async def rollout(self, asked: Rollout, policy: Policy) -> Result:
+            self.begun[asked.sample] += 1
             return judged(1.0)
 
-    desk = played(tmp_path / "t", over(2), Idle())
+    idle = Idle()
+    desk = played(tmp_path / "t", over(2), idle)
+    assert set(idle.begun.values()) == {1 + SMALL.retries}
     assert {sample.outcome for sample in desk.samples().values()} == {Outcome.ENV_CRASH}
     assert "drew nothing" in desk.samples()["talk-0-0"].detail
 
@@ -459,6 +462,7 @@ def test_begun_anew_it_has_the_same_room(tmp_path: Path) -> None:
     desk = played(tmp_path / "t", play, talk)
     assert desk.store.counts().open == SMALL.open_limit
     assert desk.samples()["talk-50-0"].status == "delivered", "and numbers go on"
+    assert "talk-0-0" not in talk.begun
 
 
 def test_a_rollout_that_would_be_dropped_is_ended(tmp_path: Path) -> None:
@@ -495,6 +499,23 @@ def test_shares_of_the_real_thing(tmp_path: Path) -> None:
         assert told["slow"]["share"] == pytest.approx(0.5, abs=0.06)
 
     played(tmp_path / "t", play, Slow(groups=None, seconds=5.0), options=options)
+
+
+def test_more_than_a_thousand_at_once(tmp_path: Path) -> None:
+    options = RolloutOptions(**{**SMALL.__dict__, "group": 8, "concurrency": 1040, "max_open": 2000, "grace_s": 6.0})
+    talk = Talk(groups=130, seconds=100.0)
+    talk.concurrency, talk.timeout_s = 2000, 1000.0
+
+    async def play(desk: Desk) -> None:
+        await desk.until(lambda: len(desk.orchestrator.running) == 1040)
+        await desk.until(lambda: sum(talk.begun.values()) == 1040)
+        assert desk.orchestrator.figures.finished == 0
+        await over(1040)(desk)
+        assert not desk.orchestrator.running
+
+    desk = played(tmp_path / "t", play, talk, options=options)
+    assert {sample.status for sample in desk.samples().values()} == {"delivered"}
+    assert set(talk.begun.values()) == {1}
 
 
 @pytest.mark.parametrize(

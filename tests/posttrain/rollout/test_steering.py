@@ -95,6 +95,12 @@ def test_a_task_ten_times_slower_reaches_its_share(kind: Callable[[float], Secon
         assert made.shares(first, first + 500)["slow"] == pytest.approx(0.5, abs=0.05)
 
 
+def test_what_is_under_way_is_no_share() -> None:
+    """Of five hundred places a slow task needs most: it has its share from early on, and not only in the long run."""
+    made = Factory({"fast": (1, mostly(1)), "slow": (1, mostly(10))}, 512).until(1500)
+    assert made.shares()["slow"] == pytest.approx(0.5, abs=0.03)
+
+
 def test_no_place_is_idle_for_it() -> None:
     """As many samples a second as any schedule with these shares can have."""
     made = Factory({"fast": (1, always(1)), "slow": (1, always(10))}, 64).until(6000)
