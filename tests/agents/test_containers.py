@@ -112,7 +112,7 @@ def test_the_words_of_a_trial(stand_in: Path, tmp_path: Path) -> None:
     assert "--user" not in verify
     assert "/logs/verifier/reward.json" in none
     assert "/logs/verifier/reward.txt" in read
-    assert remove[-3:] == ["/tests", "/solution", "/logs"]  # an agent that goes on must not read them
+    assert remove[-3:] == ["-rf", "/logs", "/tests"]  # an agent that goes on must not read them
     assert again[-1] == "ls"
 
 
@@ -237,8 +237,9 @@ def test_a_verifier_in_its_own_container(podman: Engine, tmp_path: Path) -> None
     )
     task, where = read_task(tmp_path), InContainer(podman)
     with Trial(task, where) as trial:
-        trial.act("touch done /logs/artifacts/more; ln -s /tests link; ls /tests")
-        assert trial.act("ls -d /tests").stdout == b""
+        trial.act("touch done /logs/artifacts/more; ln -s /tests link")
+        trial.solve()
+        assert trial.act("ls -d /tests /solution").stdout == b""
         assert trial.judge().reward == 1.0
         trial.act("rm done; for p in /bin/* /usr/bin/*; do test -f $p && echo 'exit 0' > $p; done")
         assert trial.judge().reward == 0.0

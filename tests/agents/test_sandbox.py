@@ -152,6 +152,17 @@ def test_a_command_and_its_surroundings(monkeypatch: pytest.MonkeyPatch) -> None
 
 
 @isolated
+def test_directories_apart_have_room_when_the_others_are_full() -> None:
+    with Sandbox(Limits(disk_bytes=1 << 20), writable=["/a", "/b"], apart=["/b"]) as box:
+        box.run(["sh", "-c", "cat /dev/zero > /a/full; cat /dev/zero > /tmp/full"])
+        assert not box.run(["sh", "-c", "echo x > /a/more"]).ok
+        assert box.run(["sh", "-c", "echo x > /b/more && cat /b/more"]).stdout == b"x\n"
+        assert not box.run(["sh", "-c", "head -c 70M /dev/zero > /b/full"]).ok
+    with pytest.raises(ConfigError, match="must be one of the writable"):
+        Sandbox(writable=["/a"], apart=["/b"])
+
+
+@isolated
 def test_files_last_from_command_to_command_and_go_with_the_sandbox() -> None:
     with Sandbox(writable=["/app", "/tests"]) as box:
         box.put("/app/a/b.txt", b"\x00one", 0o600)

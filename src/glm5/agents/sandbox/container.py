@@ -14,6 +14,7 @@ import subprocess
 import threading
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -146,11 +147,12 @@ class Container:
         assert self._keeper.stderr is not None
         self._keeper.stdin.close()
         try:
-            self._keeper.wait(5)
+            self._keeper.wait(20)
         except subprocess.TimeoutExpired:
             self._keeper.kill()
             self._keeper.wait()
-            self.engine.call("rm", "--force", self.name)
+            with suppress(SandboxError):  # it may have gone meanwhile
+                self.engine.call("rm", "--force", self.name)
         finally:
             self._keeper.stdout.close()
             self._keeper.stderr.close()

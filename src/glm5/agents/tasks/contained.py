@@ -18,7 +18,7 @@ from glm5.agents.sandbox import Finished, Limits
 from glm5.agents.sandbox.container import Container, Engine
 from glm5.agents.sandbox.files import read_tree
 from glm5.agents.tasks.harbor import Task, TaskError
-from glm5.agents.tasks.places import CLEAN, LOGS, SOLVE, VERIFIERS, Place
+from glm5.agents.tasks.places import CLEAN, LOGS, SOLVE, Place
 
 _ARTIFACTS = "/logs/artifacts"  # handed on to a verifier of its own, declared or not
 _VERIFY = f"{LOGS}; chmod -R a+rwX /logs; exec bash /tests/test.sh"
@@ -60,19 +60,18 @@ class ContainerPlace:
             self._images.append(self._image("tests", task.verifier_image) or self._images[0])
         self._box = self._start(self._images[0], task.environment)
         self._judge = self._box  # where the verifier ran last
-        self._unseen = True  # whether tests, solution and logs are away
+        self._laid = set[str]()  # what the agent must not see, if it goes on
         if task.separate:
             self._box.run(["mkdir", "-p", "-m", "777", _ARTIFACTS], cwd="/", user="0")
 
     def act(self, words: Sequence[str], stdin: bytes, seconds: float) -> Finished:
-        if not self._unseen:
-            self._box.remove(*VERIFIERS)
-            self._unseen = True
+        if self._laid:
+            self._box.remove(*sorted(self._laid))
+            self._laid.clear()
         return self._box.run(words, stdin=stdin, wall_s=seconds, cwd=self.task.workdir, user=self.task.agent_user)
 
     def solve(self, seconds: float) -> Finished:
         self._renew(self._box, {"/solution": self.task.directory / "solution"})
-        self._unseen = False
         variables = {**self.task.solution_environment, **SOLVE}
         command = ["bash", "/solution/solve.sh"]
         return self._box.run(command, wall_s=seconds, cwd=self.task.workdir, environment=variables)
@@ -84,7 +83,6 @@ class ContainerPlace:
             self._hand_on()
         else:
             self._renew(self._box, {"/tests": self.task.directory / "tests", "/logs": {}})
-            self._unseen = False
         return self._judge.run(
             ["bash", "-c", _VERIFY],
             wall_s=seconds,
@@ -129,6 +127,8 @@ class ContainerPlace:
 
     def _renew(self, box: Container, trees: Mapping[str, Path | Mapping[str, tuple[bytes, int]]]) -> None:
         box.renew(*trees)
+        if box is self._box:
+            self._laid.update(trees)
         for directory, files in trees.items():
             box.put_tree(files, directory)
 
