@@ -6,8 +6,8 @@ The real orchestrator, gateway, router, store and intake, in processes of their 
 tasks and a scripted learner. At random moments by seed parts are killed (SIGKILL), stopped for a while, starved of
 disk; their clocks jump, connections trickle, deliveries come twice, rollouts hang until their time is up. Prints what
 was done and how long it took; ends with status 1 if the ledger is not the expected one. `--every` is the number of
-samples from one fault to the next (inf: none). `--timeout` must be longer than a rollout ever takes on this machine. With
-`--virtual` the same parts run in one process whose time is made of timers: no rollout that hangs costs any.
+samples from one fault to the next (inf: none). `--timeout` must be longer than a rollout ever takes on this machine.
+With `--virtual` the same parts run in one process whose time is made of timers: no rollout that hangs costs any.
 `tests/posttrain/rollout/test_rollout_chaos.py` is the same with 240 samples.
 """
 
@@ -77,9 +77,8 @@ def judged(chaos: Chaos) -> int:
     known = expected(chaos.specs, GROUP)
     over = [s for s in found if s.state is not None]
     wrong = [(s.id, s.outcome, s.detail, s.state) for s in over if known[s.id] != (s.outcome, s.reward, s.state)]
-    print(
-        f"{counts.started:,} of {len(known):,} samples, {counts.open} open, {sum(s.repeats for s in found)} came again"
-    )
+    again = sum(sample.repeats for sample in found)
+    print(f"{counts.started:,} of {len(known):,} samples, {counts.open} of them open; {again} deliveries came again")
     print(f"{sum(chaos.faults.values())} faults: {dict(chaos.faults)}")
     print(f"states {dict(Counter(str(s.state) for s in over))}")
     print(f"outcomes {dict(Counter(str(s.outcome) for s in over))}")
