@@ -243,12 +243,6 @@ class Ranks:
         return run, min(run, max(0, -(-(rows - place) // dealt) - first))
 
     # ------------------------------------------------------------------ sums and decisions
-    def totals(self, *numbers: int) -> list[int]:
-        """Each number's sum over the data ranks."""
-        if self.world is None:
-            return list(numbers)
-        return self.sum(torch.tensor(numbers, device=self.device)).tolist()
-
     def sum(self, x: Tensor) -> Tensor:
         """The sum over the data ranks, in place."""
         if self.world is not None and self.world.count("data") > 1:
