@@ -1,6 +1,6 @@
 """Does an agent learn? Fine-tuning on scripted trajectories, then asynchronous reinforcement learning with a tool.
 
-    python benchmarks/agent_learning.py [--seeds 0,1,2] [--sft-steps 40] [--rl-steps 40] [--out DIR] [--json FILE]
+    python benchmarks/agent_learning.py [--seeds 0,1,2] [--sft-steps 62] [--rl-steps 40] [--out DIR] [--json FILE]
                                         [--variant whole|retokenised|no-mask|no-bound|no-reset|synchronous ...]
 
 The task is `examples/services/cards.py`: look at hidden cards, one a turn, and name the highest. A model of `nano`'s
@@ -155,7 +155,7 @@ def main() -> None:
     parser.add_argument("--seeds", default="0,1,2")
     parser.add_argument("--variant", nargs="*", default=["whole"])
     for name, default in (
-        ("sft-steps", 40), ("rl-steps", 40), ("scripts", 400), ("vocab", 310), ("hidden", 128), ("layers", 2),
+        ("sft-steps", 62), ("rl-steps", 40), ("scripts", 400), ("vocab", 300), ("hidden", 128), ("layers", 2),
         ("experts", 4), ("seq-len", 128), ("group", 8), ("groups", 8), ("updates", 1), ("staleness", 3),
         ("concurrency", 64), ("drafts", 0), ("held-out", 100), ("eval-every", 10),
     ):  # fmt: skip

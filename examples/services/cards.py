@@ -15,7 +15,7 @@ from typing import Any
 
 from glm5.agents.service import Policy, Result, Rollout, TaskService, judged, serve
 
-NAMES = "abc"
+NAMES = "ab"
 MOST_TURNS, MOST_TOKENS = 6, 8
 
 
