@@ -248,7 +248,7 @@ class Killed(BaseException):
     """As a kill: nothing of the loop runs after it."""
 
 
-def test_a_killed_run_ends_in_the_same_bytes_and_asks_nothing_twice(
+def test_a_run_that_ran_out_of_money_and_was_killed_ends_in_the_same_bytes_and_asks_nothing_twice(
     tmp_path: Path, base: str, reward_model: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     fields = {"rules": RULE, "anchors": ["yes, do", "no, never"]}
@@ -259,6 +259,10 @@ def test_a_killed_run_ends_in_the_same_bytes_and_asks_nothing_twice(
         expected = general(whole, lambda _: None)
         calls = len(server.seen)
         cut = replace(whole, run=str(tmp_path / "cut"))
+        dear = replace(cut, reward=replace(reward, judge=replace(judge, max_calls=calls // 2)))
+        with pytest.raises(ConfigError, match=rf"reward\.judge\.max_calls={calls // 2}: {calls // 2} calls"):
+            general(dear, lambda _: None)
+        assert len(server.seen) == calls + calls // 2
         push = Rollouts.push
         with monkeypatch.context() as patched:
             patched.setattr(Rollouts, "push", lambda *a: push(*a) if a[2] < 4 else (_ for _ in ()).throw(Killed()))
