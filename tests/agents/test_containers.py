@@ -8,8 +8,10 @@ import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -47,7 +49,7 @@ elif verb == "cp":
 
 
 @pytest.fixture
-def stand_in(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def stand_in(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     """A command `docker` that writes down how it is called. Returns where."""
     log, program = tmp_path / "calls", tmp_path / "bin/docker"
     program.parent.mkdir()
@@ -55,7 +57,8 @@ def stand_in(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     program.chmod(0o755)
     monkeypatch.setenv("PATH", str(program.parent))
     _require.cache_clear()
-    return log
+    yield log
+    _require.cache_clear()
 
 
 def calls(log: Path) -> list[list[str]]:
@@ -169,9 +172,9 @@ def test_no_engine_is_an_error_and_nothing_else_is_taken(stand_in: Path, tmp_pat
 
 # --------------------------------------------------------------------------- real ones
 @pytest.fixture(scope="module")
-def podman(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Engine]:
+def podman() -> Iterator[Engine]:
     """Podman with storage of its own and the small image; skips where it cannot run."""
-    place = tmp_path_factory.mktemp("podman")
+    place = Path(tempfile.mkdtemp(prefix="glm5-podman-"))
     (place / "storage.conf").write_text(
         f'[storage]\ndriver = "overlay"\ngraphroot = "{place}/graph"\nrunroot = "{place}/run"\n'
     )
@@ -184,11 +187,17 @@ def podman(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Engine]:
             images.load("podman")
             with Container(engine, images.NAME) as box:
                 box.run(["true"])
+            yield engine
         except (SandboxError, OSError, subprocess.SubprocessError) as e:
             said = getattr(e, "stderr", None) or b""
             pytest.skip(f"containers are not tested: {e} {said.decode(errors='replace')[-300:]}")
-        yield engine
-        subprocess.run(["podman", "rmi", "--all", "--force"], capture_output=True, check=False, timeout=120)
+        finally:
+            own = ["podman", "--root", f"{place}/graph", "--runroot", f"{place}/run"]
+            # Podman mounts the place upon itself.
+            for line in ([*own, "rmi", "--all", "--force"], ["umount", "--lazy", f"{place}/graph/overlay"]):
+                with suppress(OSError, subprocess.SubprocessError):
+                    subprocess.run(line, capture_output=True, check=False, timeout=120)
+            shutil.rmtree(place, ignore_errors=True)
 
 
 DOCKER = f"""FROM {images.NAME}
@@ -325,6 +334,7 @@ def test_dockers_own_command(podman: Engine, tmp_path: Path, monkeypatch: pytest
             assert attempt(task, lambda trial: None, where) == Judged(Outcome.TASK_FAILED, 0.0)
         finally:
             service.kill()
+            _require.cache_clear()
 
 
 def _names() -> str:

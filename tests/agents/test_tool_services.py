@@ -10,7 +10,7 @@ import pytest
 
 from glm5.agents.protocol import Result
 from glm5.agents.sandbox import SandboxError
-from glm5.agents.sandbox.container import Engine
+from glm5.agents.sandbox.container import Engine, _require
 from glm5.agents.service import Hosted, TaskService
 from glm5.agents.services.editing import EditingService, Workspace, prove, read_edit, read_edits, run_checks
 from glm5.agents.services.maths import Problem, PythonToolService
@@ -123,6 +123,7 @@ def test_without_isolation_a_service_does_not_start(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr("glm5.agents.services.editing.require", refuse)
     monkeypatch.setattr("glm5.agents.tasks.places.require", refuse)
     monkeypatch.setenv("PATH", "/nowhere")
+    _require.cache_clear()
     task = read_task(EXAMPLES / "fix-retry")
     for service in (
         PythonToolService("a", PROBLEMS, exact),
