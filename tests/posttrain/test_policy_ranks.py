@@ -70,7 +70,7 @@ def on_rank(world: World, *_: Any) -> dict[str, tuple[dict[str, torch.Tensor], d
 
 def test_two_ranks_make_the_same_update() -> None:
     expected = updated(Ranks())
-    for found in run_ranks(2, "dp=2", on_rank, timeout=300):
+    for found in run_ranks(2, "dp=2", on_rank, timeout=600):
         assert found.keys() == expected.keys()
         for name, (after, metrics) in found.items():
             alone, figures = expected[name]

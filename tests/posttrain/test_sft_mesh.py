@@ -36,7 +36,7 @@ def test_two_processes_make_what_one_makes(tmp_path: Path) -> None:
     save(tmp_path / "two.json", replace(one, run=str(tmp_path / "two")))
     command = [sys.executable, "-m", "glm5.cli.main", "sft", "--config", str(tmp_path / "two.json"), "--mesh", "dp=2"]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(command, capture_output=True, text=True, timeout=300, env=environment, check=False)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=900, env=environment, check=False)
     assert done.returncode == 0, done.stderr
     assert done.stdout.count("held out") == 2  # one process speaks
     spread = tmp_path / "two"
