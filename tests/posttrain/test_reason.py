@@ -120,6 +120,19 @@ def test_several_updates_from_one_batch(tmp_path: Path) -> None:
     assert all(r["train_rollout_logprob_abs_diff_max"] < 1e-4 for r in learned)  # old against engine: equal weights
 
 
+def test_a_run_with_every_switch_turned(tmp_path: Path) -> None:
+    """Replayed routing, indexers that learn, ties that fall at random: the loop as the defaults never run it."""
+    switches = dict(router_replay=True, topk="racing", drafts=1, max_new_tokens=4)
+    given = config(tmp_path, learn=dict(steps=3, indexer_weight=0.5), rollout=switches)
+    found = reason(given, lambda _: None)
+    learned = [r for r in read_metrics(found.run) if "stepped" in r]
+    assert learned
+    assert all(r["indexer_kl"] > 0 and r["spec_accept_length"] >= 1 for r in learned)
+    before, after = load_model(given.checkpoint).state_dict(), load_model(found.model).state_dict()
+    moved = {name for name, t in before.items() if not torch.equal(t, after[name])}
+    assert any(".indexer." in name for name in moved)
+
+
 # --------------------------------------------------------------------------------------------------- killed runs
 def start(path: Path) -> subprocess.Popen[bytes]:
     code = "import torch, sys; torch.set_num_threads(1); from glm5.cli.main import main; sys.exit(main())"
