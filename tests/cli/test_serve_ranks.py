@@ -55,7 +55,7 @@ def test_a_mesh_answers_and_ends(checkpoint: Path, tmp_path: Path, mesh: str, st
         server = subprocess.Popen([*COMMAND, str(checkpoint), *given], stderr=out, env=environment)
     started: dict[int, int] = {}
     try:
-        end = time.monotonic() + 60
+        end = time.monotonic() + 300
         while not (found := re.search(r"listening on (\S+)", log.read_text())):
             assert server.poll() is None and time.monotonic() < end, log.read_text()  # noqa: PT018
             time.sleep(0.1)
@@ -80,7 +80,7 @@ def test_a_mesh_answers_and_ends(checkpoint: Path, tmp_path: Path, mesh: str, st
             assert '"name": "dp-1"' in json.dumps(info)
 
         os.kill(server.pid if stopped_by == signal.SIGTERM else started[1], stopped_by)
-        status = server.wait(30)
+        status = server.wait(120)
         said = log.read_text()
         if stopped_by == signal.SIGTERM:
             assert status == 128 + signal.SIGTERM
@@ -89,7 +89,7 @@ def test_a_mesh_answers_and_ends(checkpoint: Path, tmp_path: Path, mesh: str, st
             assert status == 1
             assert len(re.findall("^error: .*rank", said, re.MULTILINE)) == 1, said
         assert "Traceback" not in said
-        end = time.monotonic() + 10
+        end = time.monotonic() + 60
         while not all(map(gone, started.values())):
             assert time.monotonic() < end
             time.sleep(0.1)
