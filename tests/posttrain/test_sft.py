@@ -88,7 +88,7 @@ def config(directory: Path, **changes: Any) -> SftConfig:
 def test_eight_conversations_are_learned_and_said_again(tmp_path: Path) -> None:
     said: list[str] = []
     held = write(tmp_path / "held.jsonl")  # the same, to see them learned
-    found = sft(config(tmp_path, held_out=(held,), train=dict(steps=80, mtp_depths=1, save_every=80)), said.append)
+    found = sft(config(tmp_path, held_out=(held,), train=dict(steps=110, mtp_depths=1, save_every=110)), said.append)
     assert found.held_out["before"] > 4
     assert found.held_out["after"] < 0.05
     assert any("8 conversations in" in line and "100% of the mixture" in line for line in said)
