@@ -13,6 +13,10 @@ from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 
 import pytest
+import torch
+
+if not torch.cuda.is_available():
+    os.environ["TRITON_INTERPRET"] = "1"  # Triton reads it when it is first imported, by whomever
 
 # A shell's background jobs, and all that they start, ignore Ctrl-C: tests that press it would wait for nothing.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:

@@ -1,12 +1,10 @@
-"""Triton on a machine without a GPU: its interpreter, asked for before triton is first imported.
+"""Triton on a machine without a GPU: its interpreter, which `conftest` asks for.
 
 A test module calls `ask()` before it imports an operator, then `mend()`.
 """
 
 from __future__ import annotations
 
-import os
-import sys
 from typing import Any
 
 import numpy as np
@@ -15,14 +13,8 @@ import torch
 
 
 def ask() -> None:
-    """Skip the calling module where triton is not installed, or was imported already to be compiled."""
-    if not torch.cuda.is_available():
-        if "triton" in sys.modules and os.environ.get("TRITON_INTERPRET") != "1":
-            reason = "triton was imported before its interpreter was asked for; run this file with TRITON_INTERPRET=1"
-            pytest.skip(reason, allow_module_level=True)
-        os.environ["TRITON_INTERPRET"] = "1"  # triton reads it when first imported
-    reason = "triton is not installed: the operators of glm5[gpu] go untested here"
-    pytest.importorskip("triton", reason=reason)
+    """Skip the calling module where triton is not installed."""
+    pytest.importorskip("triton", reason="triton is not installed: the operators of glm5[gpu] go untested here")
 
 
 def mend() -> None:
