@@ -116,3 +116,30 @@ def test_what_is_taken_again_is_the_same(tmp_path: Path) -> None:
         assert len(again.taken) == 2
         store.close_samples(again.trained, step=1)
         assert take(store, 2, 2, 1).taken == []
+
+
+def test_a_group_that_is_ready_late_is_taken_once_and_moves_no_other(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An older group is delivered between two looks of one call."""
+    with Store(tmp_path / "t") as store:
+        for g in range(3):
+            store.start(f"g{g}", "t", [f"{g}a", f"{g}b"])
+
+        def deliver(g: int) -> None:
+            for i, one in enumerate("ab"):
+                store.deliver(f"{g}{one}", Outcome.OK, float(i), [Record([1, 2], [False, True], [0, -1.0], [-1, 0])])
+
+        deliver(1)
+        deliver(2)
+        ready = Store.ready
+
+        def late(self: Store, limit: int) -> list[list[Sample]]:
+            found = ready(self, limit)
+            deliver(0)
+            return found
+
+        monkeypatch.setattr(Store, "ready", late)
+        for _ in range(2):  # the second time by its plan
+            made = take(store, 3, 0, 1, step=1)
+            assert [group[0].sample.group for group in made.taken] == ["g1", "g0", "g2"]

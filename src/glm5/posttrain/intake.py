@@ -117,11 +117,14 @@ def take(
         for group in planned:
             made.taken += settle(group, version, max_staleness, baseline).taken
         return made
+    names: set[str] = set()
     while len(made.taken) < groups:
-        ready = store.ready(1, skip=len(made.taken))
+        # Others deliver meanwhile: a group that was started earlier may be ready only now.
+        ready = [group for group in store.ready(len(names) + 1) if group[0].group not in names]
         if not ready:
             return made
         one = settle(ready[0], version, max_staleness, baseline)
+        names.update(ready[0][0].group for _ in one.taken)
         if one.closed:
             store.close_samples(one.closed)
         made.closed |= one.closed

@@ -399,18 +399,14 @@ class Store:
         """How many groups each task has, closed ones too."""
         return dict(self._rows("SELECT task, COUNT(DISTINCT grp) FROM samples GROUP BY task", ()))
 
-    def ready(self, limit: int, task: str | None = None, *, skip: int = 0) -> list[list[Sample]]:
+    def ready(self, limit: int, task: str | None = None) -> list[list[Sample]]:
         """Groups, oldest first, that have an open sample, wait for none that runs, and are in no update's plan: each
-        with all of its samples. What is not asked for stays for the next time.
-
-        Args:
-            skip: leave so many out, from the oldest on.
-        """
+        with all of its samples. What is not asked for stays for the next time."""
         groups = self._rows(
             "SELECT grp FROM samples WHERE grp IN (SELECT grp FROM samples WHERE state IS NULL) "
             "AND grp NOT IN (SELECT grp FROM plans) AND (?1 IS NULL OR task = ?1) "
-            "GROUP BY grp HAVING SUM(state IS NULL AND delivered IS NULL) = 0 ORDER BY MIN(number) LIMIT ?2 OFFSET ?3",
-            (task, limit, skip),
+            "GROUP BY grp HAVING SUM(state IS NULL AND delivered IS NULL) = 0 ORDER BY MIN(number) LIMIT ?2",
+            (task, limit),
         )
         return [self.group(name) for (name,) in groups]
 
