@@ -75,7 +75,7 @@ def make_directory(path: str | Path) -> Path:
 def replacing(path: Path) -> Iterator[Path]:
     """A path beside `path` for the block to write; then it takes the place of `path`, durably, or is removed.
 
-    Whoever writes it, the file has the permissions that the umask gives: safetensors makes its files for the owner only.
+    Whoever writes it, the file has the permissions that the umask gives: safetensors makes files for their owner only.
 
     Raises:
         FileError: the write failed. The file that was there is untouched and nothing is left beside it.
