@@ -25,7 +25,7 @@ import logging
 import secrets
 from abc import ABC, abstractmethod
 from collections import OrderedDict
-from collections.abc import AsyncIterator, Awaitable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager, suppress
 from typing import Any
@@ -251,11 +251,19 @@ async def attend(hosted: Hosted, url: str, orchestrator: str, http: httpx.AsyncC
             await http.delete(f"{orchestrator}/services/{hosted.service.name}", timeout=2)
 
 
-def serve(service: TaskService, orchestrator: str, *, host: str = "127.0.0.1", port: int = 0) -> None:
+def serve(
+    service: TaskService,
+    orchestrator: str,
+    *,
+    host: str = "127.0.0.1",
+    port: int = 0,
+    ready: Callable[[str], None] | None = None,
+) -> None:
     """Serve a task until SIGTERM or Ctrl-C, known to the orchestrator at this address.
 
     Args:
         host: under which the orchestrator reaches this machine. port: 0 takes a free one.
+        ready: called with the service's address when it listens.
 
     Raises:
         UserError: the orchestrator refuses the service.
@@ -278,9 +286,11 @@ def serve(service: TaskService, orchestrator: str, *, host: str = "127.0.0.1", p
             await asyncio.sleep(0.01)
         if serving.done():
             return await serving
-        there = server.servers[0].sockets[0].getsockname()[1]
+        url = f"http://{host}:{server.servers[0].sockets[0].getsockname()[1]}"
+        if ready is not None:
+            ready(url)
         async with httpx.AsyncClient() as http:
-            attending = asyncio.ensure_future(attend(hosted, f"http://{host}:{there}", orchestrator.rstrip("/"), http))
+            attending = asyncio.ensure_future(attend(hosted, url, orchestrator.rstrip("/"), http))
             await asyncio.wait({serving, attending}, return_when=asyncio.FIRST_COMPLETED)
             if attending.done():
                 server.should_exit = True

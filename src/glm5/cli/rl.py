@@ -33,8 +33,9 @@ variable GLM5_JUDGE_KEY. Weights and gates are --reward.weights... and --reward.
 
 AGENT = """Asynchronous reinforcement learning of agents: glm5 rl agent CHECKPOINT --tasks FILE.py:Class [options].
 
-Engine, gateway, orchestrator and learner run in this process, tasks too or wherever they register (--desk). The loss is
-the report's Eq. 3 to 5. docs/agent-rl.md says more. Needs the extra `serve`."""
+Engine, gateway, orchestrator and learner run in this process, tasks too or wherever they register (--desk). With
+--cluster ray, Ray places engines and tasks on the nodes of its cluster. The loss is the report's Eq. 3 to 5.
+docs/agent-rl.md says more. Needs the extra `serve`; a cluster also `cluster`."""
 
 USAGE = """usage: glm5 rl KIND CHECKPOINT [options]
 
@@ -102,6 +103,8 @@ def _agent(arguments: list[str]) -> int:
     except ModuleNotFoundError as error:
         raise UserError(f"glm5 rl agent needs {error.name}", "Install the extra: pip install 'glm5[serve]'") from None
 
+    # `--cluster ray` is short for `--cluster.kind ray`.
+    arguments = [f"--cluster.kind{a[9:]}" if a.partition("=")[0] == "--cluster" else a for a in arguments]
     config = parse(AgentConfig, arguments, prog="glm5 rl agent", description=AGENT, first="checkpoint")
     for line in describe(to_dict(resolve(config)[0])):
         print(line)

@@ -1,4 +1,4 @@
-"""`glm5 rl agent` as a function: engines, gateway, orchestrator, task services and learner, on one machine.
+"""`glm5 rl agent` as a function: engines, gateway, orchestrator, task services and learner, on one machine or several.
 
     learner (this thread) <- RUN/trajectories.sqlite <- orchestrator <- task services, here or elsewhere
          \\-> weights -> engines, here or elsewhere <- gateway <- agents
@@ -14,24 +14,25 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
-import importlib
-import importlib.util
 import json
 import math
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from contextlib import nullcontext
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
 import httpx
 
+from glm5.agents.loading import load_tasks
 from glm5.agents.protocol import Rollout
 from glm5.agents.service import TaskService
 from glm5.model.config import ModelConfig
 from glm5.model.glm5 import GLM5
 from glm5.model.weights import load_model
 from glm5.posttrain.agent import LEDGER, AgentLearner, IntakeConfig
+from glm5.posttrain.cluster import Cluster, ClusterConfig
 from glm5.posttrain.engines import Engines, InFlight
 from glm5.posttrain.learner import LearnConfig
 from glm5.posttrain.losses import LossConfig, glm5_agentic
@@ -53,9 +54,9 @@ from glm5.utils.files import exclusive, require_writable, write_json
 GREEDY = 1e-4  # a temperature at which the likeliest id is drawn; sessions have none of 0
 # Beside what any run may change later: where and how fast things are done, and how patiently.
 ALSO_MAY_DIFFER = {
-    *("desk", "engines", "pages", "host_pages", "max_running", "max_batched_tokens", "chunk", "overlap", "cuda_graphs"),
+    *("desk", "engines", "cluster", "pages", "host_pages", "max_running", "max_batched_tokens", "chunk", "overlap"),
     *("concurrency", "max_open", "lead", "retries", "losses", "grace_s", "beat_s", "silent_s", "patience_s", "look_s"),
-    *("eval_rollouts", "patience"),
+    *("cuda_graphs", "eval_rollouts", "patience", *(of.name for of in fields(ClusterConfig))),
 }
 FIRST_S = 60.0  # a task must be there after so long, or held-out figures would be of none
 
@@ -85,14 +86,17 @@ class AgentConfig:
     run: str = "runs/agent"
     """Directory of the run. An interrupted run goes on when the same command is given again."""
     tasks: tuple[str, ...] = ()
-    """Task services to run in this process: FILE.py:Class or module:Class, of `glm5.agents.service.TaskService`."""
+    """Task services to run: FILE.py:Class or module:Class, of `glm5.agents.service.TaskService`; in this process, or
+    with `cluster` on its nodes."""
     desk: str = ""
     """HOST:PORT where task services elsewhere register; without it only `tasks` are there."""
     engines: tuple[str, ...] = ()
     """Addresses of engines (`glm5 serve`), which must see the run's directory; without any, one runs in this
     process."""
     engine: EngineConfig = field(default_factory=lambda: EngineConfig(overlap=False))
-    """Of the engine in this process."""
+    """Of the engine in this process, or of each that `cluster` places."""
+    cluster: ClusterConfig = field(default_factory=ClusterConfig)
+    """Where engines and tasks run; by default in this process."""
     in_flight: InFlight = "renew"
     """What a push does to answers under way: renew reads what they have so far anew, under the new weights, so that
     each token is drawn from exactly the weights that it names; keep goes on with the old cache."""
@@ -115,6 +119,8 @@ class AgentConfig:
                 raise ConfigError(name, getattr(self, name), "must be at least 0")
         if self.desk and not self.desk.rpartition(":")[2].isdecimal():
             raise ConfigError("desk", self.desk, "must be HOST:PORT")
+        if self.cluster.kind and self.engines:
+            raise ConfigError("engines", self.engines, "must be empty where cluster places engines")
 
 
 @dataclass(frozen=True)
@@ -147,55 +153,38 @@ def resolve(config: AgentConfig) -> tuple[AgentConfig, ModelConfig]:
     return replace(config, rollout=rollout, device=resolve_device(config.device)), model
 
 
-def load_tasks(names: Sequence[str]) -> list[TaskService]:
-    """The services of these names, one each.
-
-    Raises:
-        UserError: one cannot be found, or is none.
-    """
-    return [_load(name) for name in names]
-
-
-def _load(name: str) -> TaskService:
-    place, colon, of = name.rpartition(":")
-    if not colon or not place:
-        raise ConfigError("tasks", name, "must be FILE.py:Class or module:Class")
-    try:
-        if place.endswith(".py"):
-            spec = importlib.util.spec_from_file_location(Path(place).stem, place)
-            assert spec is not None
-            assert spec.loader is not None
-            module = importlib.util.module_from_spec(spec)
-            spec.loader.exec_module(module)
-        else:
-            module = importlib.import_module(place)
-    except (ImportError, FileNotFoundError) as error:
-        raise ConfigError("tasks", name, f"must be importable: {error}") from None
-    made = getattr(module, of, None)
-    if not (isinstance(made, type) and issubclass(made, TaskService)):
-        raise ConfigError("tasks", name, f"must be a TaskService: {place} has no such class {of}")
-    return made()
-
-
 class Field:
     """`agent.Drawers`: engines, gateway and orchestrator of a run. Use it in a `with` block.
 
     Args:
-        engines: not yet entered. services: to be hosted in this process.
+        engines: not yet entered. services: to be hosted in this process. cluster: where the tasks run otherwise.
     """
 
-    def __init__(self, config: AgentConfig, engines: Engines, store: Store, services: Sequence[TaskService]) -> None:
+    def __init__(
+        self,
+        config: AgentConfig,
+        engines: Engines,
+        store: Store,
+        services: Sequence[TaskService],
+        cluster: Cluster | None = None,
+    ) -> None:
         self.config, self.engines, self.store, self.services = config, engines, store, services
+        self.cluster = cluster
         sampling = config.sampling
         self._sampling = {k: v for k, v in vars(sampling).items() if v != getattr(_PLAIN, k) or k == "temperature"}
         self._orchestrator: Orchestrator | None = None
         self._running: asyncio.Task[None] | None = None
 
     def __enter__(self) -> Field:
-        self.engines.__enter__()
+        of = self.engines
+        if self.cluster is not None:
+            self.cluster.attach(lambda name, url: of.spawn(of.moved(name, url)))
+        of.__enter__()
         return self
 
     def __exit__(self, *error: object) -> None:
+        if self.cluster is not None:
+            self.cluster.attach(None)
         try:
             self.engines.call(self._end())
         finally:
@@ -212,6 +201,8 @@ class Field:
         if self._running is not None and self._running.done():
             self._running.result()
             raise UserError("the orchestrator has ended", "Look at what it says")
+        if self.cluster is not None:
+            self.cluster.check()
 
     def figures(self) -> dict[str, Any]:
         return {**self.engines.figures(), "rollouts": self.engines.call(self._snapshot())}
@@ -233,9 +224,12 @@ class Field:
     async def _host(self, of: Orchestrator) -> None:
         for service in self.services:
             await of.host(service)
-        if self.config.desk:
-            host, _, port = self.config.desk.rpartition(":")
-            await self.engines.serve(create_desk(of), host or "127.0.0.1", int(port))
+        here = self.cluster.host if self.cluster is not None else "127.0.0.1"
+        host, _, port = self.config.desk.rpartition(":")
+        if self.config.desk or self.cluster is not None:
+            desk = await self.engines.serve(create_desk(of), host or here, int(port or 0))
+        if self.cluster is not None:
+            await asyncio.to_thread(self.cluster.place_services, self.config.tasks, desk)
 
     async def _end(self) -> None:
         """The orchestrator lets go of what runs, without a word to the ledger."""
@@ -314,9 +308,11 @@ def agent(
     Raises:
         UserError: see `resolve`, `load_tasks`, `Engines` and `Learner.run`.
     """
+    if services and config.cluster.kind:
+        raise ConfigError("cluster.kind", config.cluster.kind, "places services by name only: give them as tasks")
     if services and not config.tasks:
         config = replace(config, tasks=tuple(f"{type(s).__module__}:{type(s).__name__}" for s in services))
-    else:
+    elif not config.cluster.kind:
         services = [*services, *load_tasks(config.tasks)]
     config, shape = resolve(config)
     run = require_writable(config.run)
@@ -326,9 +322,12 @@ def agent(
         model = load_model(config.checkpoint, device=config.device, dtype="float32")
         say(f"tasks     {', '.join(s.name for s in services) or 'those that register'}")
         with (
+            Cluster(config.cluster) if config.cluster.kind else nullcontext() as cluster,
             Store(run / LEDGER) as store,
-            Field(config, _engines(config, model, tokenizer, shape), store, services) as of,
+            Field(config, _engines(config, model, tokenizer, shape, cluster), store, services, cluster) as of,
         ):
+            if cluster is not None:
+                say(f"cluster   engines at {', '.join(one.url for one in cluster.engines.values())}")
             if config.desk:
                 say(f"desk      task services register at http://{config.desk}")
             vocab = min(shape.vocab_size, tokenizer.vocab_size)
@@ -349,9 +348,17 @@ def agent(
     return found
 
 
-def _engines(config: AgentConfig, model: GLM5, tokenizer: Tokenizer, shape: ModelConfig) -> Engines:
-    if not config.engines:
+def _engines(
+    config: AgentConfig, model: GLM5, tokenizer: Tokenizer, shape: ModelConfig, cluster: Cluster | None = None
+) -> Engines:
+    if not config.engines and cluster is None:
         return Engines.local(model, tokenizer, config.engine, in_flight=config.in_flight)
     context = config.engine.context or shape.max_position_embeddings
-    directory = Path(config.run) / "pushed"
-    return Engines.remote(config.engines, tokenizer, context, directory, in_flight=config.in_flight)
+    directory = Path(config.run).absolute() / "pushed"
+    if cluster is None:
+        return Engines.remote(config.engines, tokenizer, context, directory, in_flight=config.in_flight)
+    placed = cluster.place_engines(config.checkpoint, config.engine)
+    return Engines.remote(
+        placed, tokenizer, context, directory, api_key=cluster.key, in_flight=config.in_flight, host=cluster.host,
+        patience_s=config.cluster.place_s + config.cluster.start_s,
+    )  # fmt: skip

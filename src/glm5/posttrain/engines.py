@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import asyncio
 import copy
+import logging
 import shutil
 import socket
 import threading
@@ -27,8 +28,8 @@ import uvicorn
 
 from glm5.model.glm5 import GLM5
 from glm5.model.weights import save_model
-from glm5.posttrain.pushing import packed, require_arrived
-from glm5.serve.client import Backend, PauseMode, Stats, WeightUpdate
+from glm5.posttrain.pushing import Sums, packed, require_arrived
+from glm5.serve.client import Backend, PauseMode, Stats, Unavailable, WeightUpdate
 from glm5.serve.config import EngineConfig
 from glm5.serve.engine import Engine
 from glm5.serve.gateway.app import create_gateway
@@ -39,10 +40,13 @@ from glm5.serve.runner import Runner
 from glm5.text.tokenizer import Tokenizer
 from glm5.utils.errors import UserError
 
+log = logging.getLogger(__name__)
+
 T = TypeVar("T")
 InFlight = Literal["renew", "keep"]
 NAME = "policy"  # what agents call the model
 LOOK_S = 0.02  # how often it is looked whether engines work
+INFO_S = 10.0  # in which an engine must say how it is
 START_S = 300.0  # an engine that is not there after so long will not come
 
 
@@ -53,6 +57,8 @@ class Engines:
         engines: by name, all of one model. Those with a `start` and `stop` are started and stopped.
         in_flight: what becomes of the cache entries of requests that run during a push.
         directory: where weights are put for engines that read them from disk (`remote`); None sends them.
+        host: address that the gateway listens on. patience_s: how long a push waits where no engine is left that can
+            take it, since some may come back.
     """
 
     def __init__(
@@ -62,8 +68,13 @@ class Engines:
         in_flight: InFlight = "renew",
         directory: Path | None = None,
         beat_s: float = 2.0,
+        host: str = "127.0.0.1",
+        patience_s: float = 0.0,
     ) -> None:
         self._engines, self._pause = dict(engines), _PAUSES[in_flight]
+        self._host, self._patience_s = host, patience_s
+        self._last: WeightUpdate | None = None  # that engines which begin anew can read
+        self._pushing = asyncio.Lock()
         self._directory = directory
         self.pool = EnginePool(self._engines, Router("0", silent_s=10 * beat_s), beat_s=beat_s)
         self._loop = asyncio.new_event_loop()
@@ -71,7 +82,7 @@ class Engines:
         self._looked = self._busy = 0
         self._before = Stats()
         self._servers: list[tuple[uvicorn.Server, asyncio.Task[None]]] = []
-        self._looking: asyncio.Task[None] | None = None
+        self._watching: list[asyncio.Task[None]] = []
         self.url = ""
         self.seconds = 0.0
 
@@ -83,9 +94,19 @@ class Engines:
         return cls({"local": Runner(Engine(served, config, tokenizer), tokenizer, NAME)}, **about)
 
     @classmethod
-    def remote(cls, urls: Sequence[str], tokenizer: Tokenizer, context: int, directory: Path, **about: Any) -> Engines:
-        """Engines behind HTTP that can read `directory`."""
-        made = {url: HttpEngine(url, tokenizer, NAME, context) for url in urls}
+    def remote(
+        cls,
+        urls: Sequence[str] | Mapping[str, str],
+        tokenizer: Tokenizer,
+        context: int,
+        directory: Path,
+        *,
+        api_key: str | None = None,
+        **about: Any,
+    ) -> Engines:
+        """Engines behind HTTP that can read `directory`; a mapping gives them names."""
+        named = urls if isinstance(urls, Mapping) else {url: url for url in urls}
+        made = {name: HttpEngine(url, tokenizer, NAME, context, api_key=api_key) for name, url in named.items()}
         return cls(made, directory=directory, **about)
 
     # ------------------------------------------------------------------ their life
@@ -132,8 +153,9 @@ class Engines:
             await asyncio.sleep(0.5)
         # The first push gives them their version; until then all may be asked.
         self.pool.router.set_version(next(iter(self._engines.values())).weight_version)
-        self.url = await self.serve(create_gateway(self.pool, start=self.pool.start, stop=self.pool.stop))
-        self._looking = asyncio.ensure_future(self._look())
+        app = create_gateway(self.pool, start=self.pool.start, stop=self.pool.stop)
+        self.url = await self.serve(app, self._host)
+        self._watching = [asyncio.ensure_future(self._look()), asyncio.ensure_future(self._mend())]
 
     async def serve(self, app: Any, host: str = "127.0.0.1", port: int = 0) -> str:
         """Serve an application in the event loop until the end; its address.
@@ -157,8 +179,8 @@ class Engines:
 
     async def _stop(self) -> None:
         await self.pool.abort(None)
-        if self._looking is not None:
-            self._looking.cancel()
+        for watching in self._watching:
+            watching.cancel()
         for server, _ in self._servers:
             server.should_exit = True
         await asyncio.gather(*(serving for _, serving in self._servers), return_exceptions=True)
@@ -181,7 +203,7 @@ class Engines:
             save_model(model, path, overwrite=True)
             update = WeightUpdate("disk", path=str(path.absolute()), weight_version=str(version))
         self.call(self._push(update))
-        require_arrived(self.call(self.pool.checksum()), sums, version)
+        require_arrived(self.call(self._checksum(version)), sums, version)
         if self._directory is not None:
             for old in self._directory.glob("version-*"):
                 if old != path:
@@ -189,13 +211,57 @@ class Engines:
         self.seconds += time.perf_counter() - began
 
     async def _push(self, update: WeightUpdate) -> None:
-        await self.pool.pause(self._pause)
+        async with self._pushing:
+            self._last = update if update.source == "disk" else None
+            await self._renew(self.pool, update)
+
+    async def _checksum(self, version: int) -> Sums:
+        """Of an engine that has confirmed the version, waited for if there may be one."""
+        deadline = time.monotonic() + self._patience_s
+        while True:
+            try:
+                return await self.pool.checksum()
+            except Unavailable as error:
+                if time.monotonic() >= deadline:
+                    raise UserError(
+                        f"no engine confirmed weights {version}: {error}", "Look at what they say"
+                    ) from None
+            await asyncio.sleep(0.1)
+
+    async def _renew(self, backend: Backend, update: WeightUpdate) -> None:
+        await backend.pause(self._pause)
         try:
-            await self.pool.update_weights(update)
+            await backend.update_weights(update)
         finally:
-            await self.pool.resume()
-        if not self.pool.router.routable(self.pool.clock()):
-            raise UserError(f"no engine confirmed weights {update.weight_version}", "Look at what they say")
+            await backend.resume()
+
+    # ------------------------------------------------------------------ engines that come and go
+    async def moved(self, name: str, url: str | None) -> None:
+        """An engine behind HTTP was lost (None), or has begun anew, at this address."""
+        engine = self._engines[name]
+        assert isinstance(engine, HttpEngine), "others live in this process"
+        if url == engine.url and engine.failure is None:
+            return
+        self.pool.router.lost(name)
+        if url is None:
+            await engine.leave("it was lost")
+        else:
+            await engine.move(url)
+
+    async def _mend(self) -> None:
+        """Bring engines that began anew, or missed a push, to the current weights; then the pool lets them in."""
+        while True:
+            await asyncio.sleep(self.pool.beat_s)
+            for engine in self._engines.values():
+                async with self._pushing:
+                    update = self._last
+                    if update is None or engine.failure or engine.weight_version in ("", update.weight_version):
+                        continue
+                    try:
+                        if await engine.probe(self.pool.beat_s):
+                            await self._renew(engine, update)
+                    except (Unavailable, UserError) as error:
+                        log.warning("an engine did not take weights %s: %s", update.weight_version, error)
 
     # ------------------------------------------------------------------ figures
     async def _look(self) -> None:
@@ -210,7 +276,7 @@ class Engines:
 
     async def _figures(self) -> dict[str, float]:
         now, before = self.pool.stats(), self._before
-        infos = [await engine.info() for engine in self._engines.values()]
+        infos = [info for engine in self._engines.values() if (info := await _info(engine))]
         found = {
             "engine/idle": 1 - self._busy / max(1, self._looked),
             "engine/routable": float(len(self.pool.router.routable(self.pool.clock()))),
@@ -225,6 +291,14 @@ class Engines:
             found["engine/spec_accept_length"] = sum(lengths) / len(lengths)
         self._before, self._looked, self._busy, self.seconds = now, 0, 0, 0.0
         return found
+
+
+async def _info(engine: Backend) -> dict[str, Any]:
+    """What an engine says of itself; nothing of one that was lost."""
+    try:
+        return await asyncio.wait_for(engine.info(), INFO_S)
+    except (Unavailable, TimeoutError):
+        return {}
 
 
 _PAUSES: dict[InFlight, PauseMode] = {"renew": "retract", "keep": "keep"}

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
+from functools import partial
 from itertools import groupby, pairwise
 from typing import Any
 
@@ -42,7 +43,9 @@ class HttpEngine:
         self.failure: str | None = None
         headers = {} if api_key is None else {"Authorization": f"Bearer {api_key}"}
         limits = httpx.Limits(max_connections=None, max_keepalive_connections=64)
-        self._http = httpx.AsyncClient(base_url=url, headers=headers, timeout=timeout_s, limits=limits)
+        self._client = partial(httpx.AsyncClient, headers=headers, timeout=timeout_s, limits=limits)
+        self._http = self._client(base_url=url)
+        self._asked: set[asyncio.Future[httpx.Response]] = set()
 
     async def start(self) -> None:
         """Nothing has to be waited for: `probe` says when it is there."""
@@ -51,16 +54,40 @@ class HttpEngine:
         """Close the connections."""
         await self._http.aclose()
 
+    async def leave(self, failure: str) -> None:
+        """It is known to be lost: what it was asked has failed, and it is asked nothing until it has moved."""
+        self.failure, self.weight_version = failure, ""
+        for asked in self._asked:  # a machine that is gone does not close its connections
+            asked.cancel()
+        await self._http.aclose()
+
+    async def move(self, url: str) -> None:
+        """It has begun anew, at this address."""
+        if self.failure is None:
+            await self.leave("it moves")
+        self.url, self._http = url, self._client(base_url=url)
+        self.failure, self.paused = None, False
+
     async def _call(self, path: str, body: dict[str, Any] | None = None, method: str = "POST", **about: Any) -> Any:
         """What the engine answers.
 
         Raises:
             Unavailable: it does not, or says that it cannot. UserError: it refuses what was asked.
         """
+        if self.failure is not None:
+            raise Unavailable(f"engine {self.url}: {self.failure}")
+        asked = asyncio.ensure_future(self._http.request(method, path, json=body, **about))
+        self._asked.add(asked)
         try:
-            answer = await self._http.request(method, path, json=body, **about)
+            answer = await asked
+        except asyncio.CancelledError:
+            if (task := asyncio.current_task()) is not None and task.cancelling():
+                raise
+            raise Unavailable(f"engine {self.url}: {self.failure}") from None
         except httpx.HTTPError as error:
             raise Unavailable(f"engine {self.url}: {error or type(error).__name__}") from error
+        finally:
+            self._asked.discard(asked)
         if answer.status_code >= 500:
             raise Unavailable(f"engine {self.url}: status {answer.status_code}: {answer.text[:200]}")
         if answer.status_code >= 400:

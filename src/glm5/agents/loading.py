@@ -1,0 +1,71 @@
+"""Task services by name, and one of them as a process: `python -m glm5.agents.loading FILE.py:Class ORCHESTRATOR`.
+
+Read next: `service`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import importlib.util
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from glm5.agents.service import TaskService, serve
+from glm5.utils.errors import ConfigError, UserError
+
+
+def load_tasks(names: Sequence[str]) -> list[TaskService]:
+    """The services of these names, one each.
+
+    Raises:
+        UserError: one cannot be found, or is none.
+    """
+    return [_load(name) for name in names]
+
+
+def _load(name: str) -> TaskService:
+    place, colon, of = name.rpartition(":")
+    if not colon or not place:
+        raise ConfigError("tasks", name, "must be FILE.py:Class or module:Class")
+    try:
+        if place.endswith(".py"):
+            spec = importlib.util.spec_from_file_location(Path(place).stem, place)
+            assert spec is not None
+            assert spec.loader is not None
+            module = importlib.util.module_from_spec(spec)
+            spec.loader.exec_module(module)
+        else:
+            module = importlib.import_module(place)
+    except (ImportError, FileNotFoundError) as error:
+        raise ConfigError("tasks", name, f"must be importable: {error}") from None
+    made = getattr(module, of, None)
+    if not (isinstance(made, type) and issubclass(made, TaskService)):
+        raise ConfigError("tasks", name, f"must be a TaskService: {place} has no such class {of}")
+    return made()
+
+
+def main(argv: Sequence[str]) -> int:
+    """Serve a task until SIGTERM or Ctrl-C. Says where as soon as it listens. Returns 2 for a mistake of the user."""
+    parser = argparse.ArgumentParser(prog="python -m glm5.agents.loading", description="Serve a task.")
+    parser.add_argument("task", help="FILE.py:Class or module:Class")
+    parser.add_argument("orchestrator", help="its address: http://HOST:PORT")
+    parser.add_argument("--host", default="127.0.0.1", help="under which the orchestrator reaches this machine")
+    parser.add_argument("--port", type=int, default=0, help="0 takes a free one")
+    given = parser.parse_args(argv)
+    try:
+        (service,) = load_tasks([given.task])
+        serve(service, given.orchestrator, host=given.host, port=given.port, ready=_say)
+    except UserError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    return 0
+
+
+def _say(url: str) -> None:
+    print(f"listening on {url}", file=sys.stderr, flush=True)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
