@@ -320,7 +320,8 @@ def agent(
         begin(run, config.checkpoint, config, ALSO_MAY_DIFFER)
         tokenizer = load_tokenizer(config.checkpoint)
         model = load_model(config.checkpoint, device=config.device, dtype="float32")
-        say(f"tasks     {', '.join(s.name for s in services) or 'those that register'}")
+        named = [s.name for s in services] or config.tasks
+        say(f"tasks     {', '.join(named) or 'those that register'}")
         with (
             Cluster(config.cluster) if config.cluster.kind else nullcontext() as cluster,
             Store(run / LEDGER) as store,
