@@ -107,8 +107,8 @@ def _compare(world: World, directory: str) -> tuple[list[str], set[str]]:
                 ("gradients", said.gradients),
                 ("optimizer", said.optimizer),
             ):
-                # Shards are padded to one size, and there are a few counters.
-                close = abs(figures["memory"][kind] * 2**20 - held) <= 0.05 * held
+                # Shards are padded to one size, which a few small matrices feel, and there are a few counters.
+                close = abs(figures["memory"][kind] * 2**20 - held) <= 0.05 * held + 256
                 wrong += [] if close else [f"{name}: {kind} take {figures['memory'][kind] * 2**20}, not {held}"]
         wrong += [f"{name}: metric {key} is missing" for key in metrics.keys() - figures.keys()]
     return wrong, covered
