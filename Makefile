@@ -25,8 +25,12 @@ lint: setup
 	@$(BIN)/mypy
 	@$(BIN)/lint-imports
 
-# What tests need from the system. Where it cannot be installed, those that need it skip and say so.
-tools:
+# What tests need beside. Where it cannot be installed, those that need it skip and say so. A torch for GPUs brings the
+# Triton that it wants; beside one for CPUs, operators are tested in the interpreter of this Triton.
+tools: setup
+	@$(BIN)/python -c 'import importlib.util, sys; sys.exit(importlib.util.find_spec("triton") is None)' || \
+	  $(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps 'triton==3.6.0' || \
+	  echo "tests of Triton's operators will skip: triton 3.6.0 cannot be installed"
 	@command -v bwrap >/dev/null || { test "$$(id -u)" = 0 && command -v apt-get >/dev/null && \
 	  { apt-get install -y -qq bubblewrap || { apt-get update -qq && apt-get install -y -qq bubblewrap; }; } >/dev/null 2>&1; } || \
 	  echo "tests of the sandbox will skip: bubblewrap is missing (Debian: sudo apt-get install bubblewrap)"
