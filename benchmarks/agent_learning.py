@@ -34,9 +34,9 @@ from glm5.posttrain.sft import SftConfig, sft
 from glm5.serve.config import EngineConfig
 from glm5.text import Tokenizer, render
 from glm5.text.messages import messages_from_openai
-from glm5.train.config import TrainConfig
-from glm5.train.schedule import BatchWarmup, LearningRate
+from glm5.train.schedule import LearningRate
 from glm5.utils.runlog import read_metrics
+from tuning import tuning
 
 SERVICE = Path(__file__).parents[1] / "examples" / "services" / "cards.py"
 
@@ -68,17 +68,7 @@ def base(directory: Path, args: argparse.Namespace, seed: int) -> Path:
     shape = nano(vocab_size=tokenizer.vocab_size, max_position_embeddings=1024, **sizes)
     if not (directory / "base").exists():
         save_model(GLM5(shape, seed=seed), directory / "base", tokenizer=tokenizer)
-    training = TrainConfig(
-        steps=args.sft_steps,
-        batch=BatchWarmup(4, 4, 0),
-        micro_batch=4,
-        lr=LearningRate(args.sft_lr, args.sft_lr / 10, warmup_steps=10),
-        mtp_depths=1,
-        bias_rate=0.0,
-        save_every=10_000,
-        measure_every=10_000,
-        seed=seed,
-    )
+    training = tuning(args, seed, batch=4, mtp_depths=1)
     config = SftConfig(
         checkpoint=str(directory / "base"),
         data=(str(talk),),

@@ -52,9 +52,9 @@ from glm5.posttrain.reason import PromptConfig, ReasonConfig, prepare_prompts, v
 from glm5.posttrain.rollouts import RolloutConfig, Rollouts
 from glm5.posttrain.sft import SftConfig, sft
 from glm5.text import Tokenizer, load_tokenizer
-from glm5.train.config import TrainConfig
-from glm5.train.schedule import BatchWarmup, LearningRate
+from glm5.train.schedule import LearningRate
 from glm5.utils.runlog import read_metrics
+from tuning import tuning
 
 DOMAIN, DIGITS, HELD_OUT, TASKS = "big", 3, 200, 800
 ARMS: dict[str, dict[str, Any]] = {
@@ -115,17 +115,7 @@ def tuned(directory: Path, seed: int, args: argparse.Namespace) -> Path:
         )
         sparse = ModelConfig.from_dict({**shape.to_dict(), "glm5_attention": "sparse"})
         save_model(GLM5(sparse, seed=seed), directory / "start", tokenizer=tokenizer)
-    training = TrainConfig(
-        steps=args.sft_steps,
-        batch=BatchWarmup(8, 8, 0),
-        micro_batch=8,
-        lr=LearningRate(args.sft_lr, args.sft_lr / 10, warmup_steps=10),
-        mtp_depths=0,
-        bias_rate=0.0,
-        save_every=10_000,
-        measure_every=10_000,
-        seed=seed,
-    )
+    training = tuning(args, seed, batch=8)
     run, base = str(directory / "sft"), str(directory / "start")
     given = SftConfig(checkpoint=base, data=(str(talk),), run=run, seq_len=64, device="cpu", train=training)
     return sft(given, quiet).model

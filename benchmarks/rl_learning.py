@@ -34,8 +34,8 @@ from glm5.posttrain.reason import PromptConfig, ReasonConfig, prepare_prompts, r
 from glm5.posttrain.rollouts import RolloutConfig, Rollouts
 from glm5.posttrain.sft import SftConfig, sft
 from glm5.text import Tokenizer, load_tokenizer
-from glm5.train.config import TrainConfig
-from glm5.train.schedule import BatchWarmup, LearningRate
+from glm5.train.schedule import LearningRate
+from tuning import tuning
 
 BIG, SMALL = "big", "small"
 HELD_OUT = 100  # of the 1,000 triples of digits
@@ -70,17 +70,7 @@ def one_seed(seed: int, directory: Path, args: argparse.Namespace) -> dict[str, 
     sizes = dict(hidden_size=args.hidden, num_hidden_layers=args.layers, n_routed_experts=args.experts)
     shape = nano(vocab_size=tokenizer.vocab_size, **sizes)
     save_model(GLM5(shape, seed=seed), directory / "base", tokenizer=tokenizer)
-    training = TrainConfig(
-        steps=args.sft_steps,
-        batch=BatchWarmup(4, 4, 0),
-        micro_batch=4,
-        lr=LearningRate(args.sft_lr, args.sft_lr / 10, warmup_steps=10),
-        mtp_depths=0,
-        bias_rate=0.0,
-        save_every=10_000,
-        measure_every=10_000,
-        seed=seed,
-    )
+    training = tuning(args, seed, batch=4)
     tuned = sft(
         SftConfig(
             checkpoint=str(directory / "base"),
