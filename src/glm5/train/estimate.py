@@ -71,16 +71,16 @@ def estimate(
     units: dict[str, float] = defaultdict(float)  # what is gathered together: bytes of a block's share, and of the root
     wide: dict[str, float] = defaultdict(float)  # elements of their gradients
     for role in parameter_roles(model, config):
-        n, ways = _share(role, mesh)
+        n, own = _share(role, mesh)
         width = 2 if bf16 and not role.name.endswith("mlp.gate.weight") else 4  # the router stays fp32
-        weights += n * width / ways
+        weights += own * width
         unit = _unit_of(role.name, config)
         units[unit] += n * width
         if not (train.trains_indexer if ".indexer." in role.name else train.trains_model):
             continue
         wide[unit] += n
-        gradients += n * width / ways
-        optimizer += (n * (4 if role.optimizer == "muon" else 8) + (4 * n if width == 2 else 0)) / ways
+        gradients += own * width
+        optimizer += own * (4 if width == 2 else 0) + (own * 4 if role.optimizer == "muon" else own * 8 + 8)
     gathered = 0.0
     if mesh.data > 1:
         blocks = sorted((n for unit, n in units.items() if unit), reverse=True)
@@ -120,14 +120,22 @@ def estimate(
 
 
 def _share(role: ParamRole, mesh: Mesh) -> tuple[float, float]:
-    """Elements of a parameter on a rank when it is gathered, and over how many ranks these are then sharded."""
-    n = role.parameter.numel() / mesh.pp
+    """Elements of a parameter on a rank when it is gathered, padding included, and those of the largest shard.
+
+    Tensor and expert parallelism divide an axis evenly. FSDP then cuts the rows of what is left into chunks of one size,
+    of which the last may be short or missing.
+    """
+    rows, ways = role.parameter.shape[0], mesh.sharded
+    rest = role.parameter.numel() / rows / mesh.pp
     if ".experts." in role.name:
-        if mesh.ep == mesh.tp == 1:
-            return n, mesh.sharded
-        return n / mesh.ep, mesh.edp
-    cut = re.search(r"(q_b_proj|kv_b_proj|o_proj|gate_proj|up_proj|down_proj|lm_head)\.weight$", role.name)
-    return n / (mesh.tp if cut else 1), mesh.sharded
+        if mesh.ep * mesh.tp > 1:
+            rows, ways = rows // mesh.ep, mesh.edp
+    elif re.search(r"(q_b_proj|kv_b_proj|gate_proj|up_proj|lm_head)\.weight$", role.name):
+        rows //= mesh.tp
+    elif re.search(r"(o_proj|down_proj)\.weight$", role.name):
+        rest /= mesh.tp
+    chunk = -(-rows // ways)
+    return chunk * ways * rest, chunk * rest
 
 
 def _unit_of(name: str, config: ModelConfig) -> str:
