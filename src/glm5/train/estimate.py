@@ -122,8 +122,8 @@ def estimate(
 def _share(role: ParamRole, mesh: Mesh) -> tuple[float, float]:
     """Elements of a parameter on a rank when it is gathered, padding included, and those of the largest shard.
 
-    Tensor and expert parallelism divide an axis evenly. FSDP then cuts the rows of what is left into chunks of one size,
-    of which the last may be short or missing.
+    Tensor and expert parallelism divide an axis evenly. FSDP then cuts the rows of what is left into chunks of one
+    size, of which the last may be short or missing.
     """
     rows, ways = role.parameter.shape[0], mesh.sharded
     rest = role.parameter.numel() / rows / mesh.pp
