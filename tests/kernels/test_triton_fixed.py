@@ -11,6 +11,7 @@ from support import triton_interpreter
 
 triton_interpreter.ask()
 
+from glm5.kernels.moe import route
 from glm5.kernels.pages import Pages
 from glm5.kernels.triton import fixed
 from glm5.kernels.visibility import Visibility
@@ -104,6 +105,24 @@ def test_experts_have_one_tile() -> None:
     for at in (0, 33, 69):
         one = slice(at, at + 1)
         assert torch.equal(experts(x[one], up, down, chosen[one], weight[one])[0], whole[at])
+
+
+@pytest.mark.parametrize(
+    "dtype", [torch.bfloat16 if CUDA else torch.float16, torch.float32]
+)  # interpreted dots lack bf16
+def test_router_divides_its_width_alike(dtype: torch.dtype) -> None:
+    x, weight = randn(70, 1000).to(dtype), randn(8, 1000, seed=1).float() * 0.1
+    bias = randn(8, seed=2).float()
+    settings = dict(top_k=2, normalise=True, scaling=2.5)
+    whole = fixed.versions()["router"](x, weight, bias, **settings)
+    torch.testing.assert_close(whole[0], F.linear(x.float(), weight), rtol=1e-5, atol=1e-5)
+    expert, gate, score = route(F.linear(x.float(), weight), bias, **settings)
+    assert torch.equal(whole[1], expert)
+    torch.testing.assert_close(whole[2], gate, rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(whole[3], score, rtol=1e-4, atol=1e-4)
+    for one in (slice(0, 1), slice(69, 70), slice(7, 71)):
+        for alone, together in zip(fixed.router(x[one], weight, bias, **settings), whole, strict=True):
+            assert torch.equal(alone, together[one])
 
 
 def test_widths_that_no_tile_fits() -> None:
