@@ -501,6 +501,27 @@ def test_shares_of_the_real_thing(tmp_path: Path) -> None:
     played(tmp_path / "t", play, Slow(groups=None, seconds=5.0), options=options)
 
 
+def test_nobody_waits_for_a_task_that_has_given_all(tmp_path: Path) -> None:
+    """Two groups, half of whose samples are of no use: it ends far behind the other, which goes on all the same."""
+
+    class Short(Talk):
+        name = "short"
+
+    short = Short(2, judge=lambda a: Result(Outcome.ENV_CRASH) if a.member else judged(1.0))
+
+    async def play(desk: Desk) -> None:
+        await desk.until(lambda: desk.orchestrator.figures.finished >= 4 + 12)
+        progress = desk.orchestrator.steering.there["talk"].progress
+        assert progress > 2 + SMALL.group * 2, "by more than it may be ahead of a task that goes on"
+        assert list(desk.orchestrator.steering.there) == ["talk"]
+        desk.store.close_samples(dict.fromkeys(desk.samples(), State.CANCELLED))
+        short.groups = 3  # it has more after all
+        await desk.until(lambda: "short-2-1" in desk.samples())
+
+    desk = played(tmp_path / "t", play, short, Talk(groups=None))
+    assert Counter(sample.task for sample in desk.samples().values())["short"] == 6
+
+
 def test_more_than_a_thousand_at_once(tmp_path: Path) -> None:
     options = RolloutOptions(**{**SMALL.__dict__, "group": 8, "concurrency": 1040, "max_open": 2000, "grace_s": 6.0})
     talk = Talk(groups=130, seconds=100.0)

@@ -101,10 +101,13 @@ class Orchestrator:
             before = self.services.known.get(offer.name)
             if before is None or before.offer.boot != offer.boot or before.offer.url != offer.url or not before.there:
                 await self._meet(offer, http)
-            if offer.name not in self.steering.there:
+            if not self.services.there(offer.name):
                 log.info("task %s is there: ratio %g, %d at once", offer.name, offer.ratio, offer.concurrency)
             self.services.add(offer, http)
-            self.steering.join(offer.name, offer.ratio)
+            if self._more(offer.name):
+                self.steering.join(offer.name, offer.ratio)
+            else:
+                self.steering.leave(offer.name)
             self._news.set()
 
     async def _meet(self, offer: Offer, http: httpx.AsyncClient | None) -> None:
@@ -202,10 +205,8 @@ class Orchestrator:
 
     def _done(self, tasks: Collection[str]) -> bool:
         """Whether nothing is left to do."""
-        for name in tasks:
-            service = self.services.known.get(name)
-            if service is None or service.offer.groups is None or self._groups.get(name, 0) < service.offer.groups:
-                return False
+        if any(name not in self.services.known or self._more(name) for name in tasks):
+            return False
         return not self.running and not any(self.waiting.values())
 
     async def _look(self) -> None:
@@ -280,10 +281,13 @@ class Orchestrator:
         return None
 
     def _able(self, task: str) -> bool:
-        """Whether a task could begin a group now."""
-        offer = self.services.known[task].offer
-        more = offer.groups is None or self._groups.get(task, 0) < offer.groups
-        return more and not self.waiting.get(task) and self._room(task)
+        """Whether a task that takes part could begin a group now."""
+        return not self.waiting.get(task) and self._room(task)
+
+    def _more(self, task: str) -> bool:
+        """Whether a task has more groups than were begun."""
+        groups = self.services.known[task].offer.groups
+        return groups is None or self._groups.get(task, 0) < groups
 
     def _room(self, task: str) -> bool:
         """Whether a service would take another rollout."""
@@ -301,6 +305,8 @@ class Orchestrator:
         self._groups[task] = index + 1
         self.open += len(jobs)
         self.steering.began(task, [job.sample for job in jobs], self.clock())
+        if not self._more(task):  # the others must not wait for one that has given all
+            self.steering.leave(task)
         self.waiting.setdefault(task, deque()).extend(jobs)
         return True
 

@@ -9,7 +9,8 @@ way, so of N samples that run
 are its own; d and y are measured all the time. The task whose progress + y (running - due) / ratio is least begins the
 next group. A slow task thus has more rollouts under way, one that fails often begins more of them, and a task that is
 ahead of the others by more than `lead` samples waits: that is how its speed is steered where one of the others cannot
-be hurried. A task that joins, or comes back, begins where the others are; it does not make up for what it missed.
+be hurried. A task that joins, or comes back, begins where the others are; it does not make up for what it missed. One
+that has nothing more to give must leave: the others would be ahead of it for ever.
 
 Source: the report, section 4.1 (ratios and speeds of tasks). Read next: `orchestrator`, which asks.
 """
