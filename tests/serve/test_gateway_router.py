@@ -76,6 +76,16 @@ def test_one_hot_rollout_spills_over() -> None:
 
 
 # ------------------------------------------------------------------------------------------------- health
+def test_rollouts_that_nobody_asks_for_are_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("glm5.serve.gateway.router.HOMES", 5)
+    router = fleet(2)
+    for i in range(50):
+        for rollout in ("busy", f"r{i}"):
+            router.release(router.route(rollout, 0.0))
+    assert len(router._homes) == 5
+    assert ("decode", "busy") in router._homes
+
+
 def test_silent_engines_leave_and_come_back_at_the_current_version() -> None:
     router = fleet(2)
     router.beat("e0", "1", 8.0)

@@ -16,6 +16,7 @@ import bisect
 import hashlib
 import itertools
 import math
+from collections import OrderedDict
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from typing import Literal
@@ -25,6 +26,7 @@ from glm5.utils.errors import ConfigError
 
 Pool = Literal["decode", "prefill"]
 POINTS = 64  # of an engine on the ring
+HOMES = 1 << 16  # rollouts whose engine is remembered; of more, those that were not asked for longest are forgotten
 
 
 @dataclass
@@ -79,7 +81,7 @@ class Router:
         self.moves = 0
         self._lives = itertools.count()
         self._ring: list[tuple[int, str]] = []
-        self._homes: dict[tuple[Pool, str], tuple[str, int]] = {}  # engine and life, by pool and rollout
+        self._homes: OrderedDict[tuple[Pool, str], tuple[str, int]] = OrderedDict()  # engine and life, by rollout
 
     # -------------------------------------------------------------------------------------------------- engines
     def beat(self, name: str, version: str, now: float, *, boot: str = "", pool: Pool = "decode") -> None:
@@ -138,6 +140,9 @@ class Router:
         moved = before is not None and before != (home.name, home.life)
         self.moves += moved
         self._homes[pool, rollout] = (home.name, home.life)
+        self._homes.move_to_end((pool, rollout))
+        if len(self._homes) > HOMES:
+            self._homes.popitem(last=False)
         home.load += 1
         return Lease(home.name, home.life, rollout, moved)
 
