@@ -1,81 +1,158 @@
-"""What the gateway costs a turn: agents at once, each of several turns, against an engine that answers at once.
+"""What the gateway costs a turn, over HTTP: agents at once, each of several turns, in processes of their own.
 
-    python benchmarks/gateway_turns.py --agents 1000 --turns 100000
+    python benchmarks/gateway_turns.py --agents 1000 --turns 100000               as fast as it goes; is memory flat?
+    python benchmarks/gateway_turns.py --agents 1000 --turns 20000 --answer-s 10  what does a turn cost on the way?
 
-No network: requests go into the application directly, so that what is measured is the gateway. Prints the time that a
-turn takes alone (p50, p99), turns a second with all agents at once, and the memory after every tenth of the turns.
+One process is the gateway (router and pool included) before four scripted engines in it, which answer after
+`--answer-s` seconds; the agents are `--clients` other processes. The overhead of a turn is the time that its client
+waits beyond what the engine takes, both ends of the connection included. Prints it (p50, p99), turns a second, the
+gateway's processor time a turn, and its memory after every tenth of the turns. `--cores 2`: all of it on two cores.
 """
 
 from __future__ import annotations
 
 import argparse
 import asyncio
+import json
+import multiprocessing
+import os
+import random
 import resource
+import socket
 import sys
 import time
+from multiprocessing.queues import Queue
 from pathlib import Path
+from typing import Any
 
-import httpx
+import uvicorn
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests"))
 
 from glm5.serve.gateway.app import GatewayOptions, create_gateway
+from glm5.serve.gateway.pool import EnginePool
+from glm5.serve.gateway.router import Router
 from support.scripted import Scripted
 
 TURNS = 10  # of a session
+ENGINES = 4
+ANSWER = "hm</think>" + "the answer is " * 10 + "<|user|>"
 
 
-def memory_mib() -> float:
-    """What the process has in memory now."""
-    pages = int(Path("/proc/self/statm").read_text().split()[1])
-    return pages * resource.getpagesize() / 2**20
+class Engine(Scripted):
+    async def generate(self, request: Any) -> Any:
+        self.seen.clear()  # the stand-in's own record
+        return await super().generate(request)
 
 
-async def session(client: httpx.AsyncClient, name: str, spent: list[float]) -> None:
-    history = [{"role": "system", "content": "be brief"}]
-    for turn in range(TURNS):
-        history.append({"role": "user", "content": f"question {turn} " * 20})
-        begun = time.perf_counter()
-        answer = await client.post(f"/sessions/{name}/v1/chat/completions", json={"messages": history})
-        spent.append(time.perf_counter() - begun)
-        history.append(answer.raise_for_status().json()["choices"][0]["message"])
-    made = (await client.delete(f"/sessions/{name}")).json()
-    assert len(made["trajectories"]) == 1, "every turn went on from the one before"
+def gateway(listening: socket.socket, answer_s: float, agents: int) -> None:
+    engines = {}
+    for n in range(ENGINES):
+        engines[f"engine{n}"] = Engine(script=lambda request, index: ANSWER, sizes=(64,), delay_s=answer_s)
+        engines[f"engine{n}"].context = 100_000
+    pool = EnginePool(engines, Router("1"))
+    app = create_gateway(pool, GatewayOptions(max_requests=10 * agents), start=pool.start, stop=pool.stop)
+    uvicorn.Server(uvicorn.Config(app, log_level="warning", ws="none")).run([listening])
 
 
-async def main(agents: int, turns: int) -> None:
-    backend = Scripted(script=lambda request, index: "hm</think>" + "the answer is " * 10 + "<|user|>", sizes=(64,))
-    backend.context = 100_000
-    app = create_gateway(backend, GatewayOptions(max_requests=10 * agents))
-    async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://gateway", timeout=600) as client:
-        alone: list[float] = []
-        for n in range(20):
-            await session(client, f"alone{n}", alone)
-            backend.seen.clear()
-        alone.sort()
-        print(
-            f"a turn alone: p50 {1e3 * alone[len(alone) // 2]:.2f} ms, p99 {1e3 * alone[len(alone) * 99 // 100]:.2f} ms"
-        )
-        count, done, begun = 0, 0, time.perf_counter()
-        sessions = turns // TURNS
+async def post(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, method: str, path: str, body: Any) -> Any:
+    """As little of a client as there can be: it shares the cores."""
+    data = json.dumps(body).encode()
+    head = f"{method} {path} HTTP/1.1\r\nHost: gateway\r\nContent-Type: application/json\r\n"
+    writer.write(f"{head}Content-Length: {len(data)}\r\n\r\n".encode() + data)
+    head = (await reader.readuntil(b"\r\n\r\n")).decode().lower()
+    assert head.startswith("http/1.1 200"), head
+    return json.loads(await reader.readexactly(int(head.split("content-length:")[1].split()[0])))
 
-        async def agent() -> None:
-            nonlocal count, done
-            while count < sessions:
-                count += 1
-                await session(client, f"s{count}", [])
-                backend.seen.clear()  # the stand-in's own record
-                done += 1
-                if done % max(1, sessions // 10) == 0:
-                    print(f"{done * TURNS:>8} turns  {memory_mib():7.1f} MiB", flush=True)
 
+def client(address: tuple[str, int], first: int, agents: int, sessions: int, answer_s: float, out: Queue[Any]) -> None:
+    """So many agents; tells of each session's turns what they took beyond the engine's time."""
+    left = iter(range(sessions))
+    rng = random.Random(first)  # noqa: S311
+
+    async def agent() -> None:
+        reader, writer = await asyncio.open_connection(*address, limit=1 << 24)
+        await asyncio.sleep(rng.random() * answer_s)  # agents do not keep step
+        for number in left:
+            spent, name, history = [], f"s{first + number}", [{"role": "system", "content": "be brief"}]
+            for turn in range(TURNS):
+                history.append({"role": "user", "content": f"question {turn} " * 20})
+                begun = time.perf_counter()
+                path = f"/sessions/{name}/v1/chat/completions"
+                answer = await post(reader, writer, "POST", path, {"messages": history})
+                spent.append(time.perf_counter() - begun - answer_s)
+                history.append(answer["choices"][0]["message"])
+            made = await post(reader, writer, "DELETE", f"/sessions/{name}", None)
+            assert len(made["trajectories"]) == 1, "every turn went on from the one before"
+            out.put(spent)
+        writer.close()
+
+    async def main() -> None:
         await asyncio.gather(*(agent() for _ in range(agents)))
-        print(f"{agents} agents at once: {turns / (time.perf_counter() - begun):.0f} turns a second")
+
+    asyncio.run(main())
+
+
+def memory_mib(pid: int) -> float:
+    """What a process has in memory now."""
+    return int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * resource.getpagesize() / 2**20
+
+
+def processor_s(pid: int) -> float:
+    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
+
+def measure(context: Any, listening: socket.socket, pid: int, agents: int, turns: int, given: Any) -> list[float]:
+    """All overheads, in seconds, sorted."""
+    out, clients = context.Queue(), min(given.clients, agents)
+    sessions = turns // TURNS // clients
+    made = []
+    for n in range(clients):
+        first = n * sessions + agents * 10**7  # no two sessions have one name
+        args = listening.getsockname(), first, agents // clients, sessions, given.answer_s, out
+        made.append(context.Process(target=client, args=args, daemon=True))
+    begun, used = time.perf_counter(), processor_s(pid)
+    for one in made:
+        one.start()
+    spent: list[float] = []
+    total, tenth = sessions * clients * TURNS, max(1, turns // TURNS // 10) * TURNS
+    while len(spent) < total:
+        spent += out.get(timeout=600)
+        if agents > 1 and len(spent) % tenth == 0:
+            print(f"{len(spent):>8} turns  {memory_mib(pid):7.1f} MiB", flush=True)
+    for one in made:
+        one.join()
+    took, used = time.perf_counter() - begun, processor_s(pid) - used
+    spent.sort()
+    p50, p99 = (1e3 * spent[len(spent) * percent // 100] for percent in (50, 99))
+    print(
+        f"{agents} agents at once: {total / took:.0f} turns a second, {1e3 * used / total:.2f} ms of the gateway's "
+        f"processor a turn; overhead of a turn p50 {p50:.1f} ms, p99 {p99:.1f} ms",
+        flush=True,
+    )
+    return spent
 
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--agents", type=int, default=100)
     parser.add_argument("--turns", type=int, default=2000)
+    parser.add_argument("--answer-s", type=float, default=0.0, help="seconds that the engines take for an answer")
+    parser.add_argument("--clients", type=int, default=1, help="processes of agents")
+    parser.add_argument("--cores", type=int, help="run on so many cores")
     given = parser.parse_args()
-    asyncio.run(main(given.agents, given.turns))
+    if given.cores is not None:
+        os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[: given.cores])
+    context = multiprocessing.get_context("spawn")
+    listening = socket.create_server(("127.0.0.1", 0), backlog=4096)
+    server = context.Process(target=gateway, args=(listening, given.answer_s, given.agents), daemon=True)
+    server.start()
+    assert server.pid is not None
+    try:
+        if not given.answer_s:
+            measure(context, listening, server.pid, 1, 200, given)
+        measure(context, listening, server.pid, given.agents, given.turns, given)
+    finally:
+        server.kill()
+        server.join()
