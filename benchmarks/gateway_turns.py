@@ -36,7 +36,7 @@ from support.scripted import Scripted
 
 TURNS = 10  # of a session
 ENGINES = 4
-ANSWER = "hm</think>" + "the answer is " * 10 + "<|user|>"
+ANSWER = "hm</think>" + "the answer is " * 10 + "<|user|>"  # in one step
 
 
 class Engine(Scripted):
@@ -48,7 +48,7 @@ class Engine(Scripted):
 def gateway(listening: socket.socket, answer_s: float, agents: int) -> None:
     engines = {}
     for n in range(ENGINES):
-        engines[f"engine{n}"] = Engine(script=lambda request, index: ANSWER, sizes=(64,), delay_s=answer_s)
+        engines[f"engine{n}"] = Engine(script=lambda request, index: ANSWER, sizes=(1000,), delay_s=answer_s)
         engines[f"engine{n}"].context = 100_000
     pool = EnginePool(engines, Router("1"))
     app = create_gateway(pool, GatewayOptions(max_requests=10 * agents), start=pool.start, stop=pool.stop)
