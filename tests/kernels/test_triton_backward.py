@@ -19,7 +19,7 @@ from glm5.kernels import basic, moe
 from glm5.kernels.cross_entropy import linear_cross_entropy as cross_entropy
 from glm5.kernels.indexer_loss import indexer_loss
 from glm5.kernels.inverse import inverse_index
-from glm5.kernels.triton import basic_backward, moe_backward, newton_schulz
+from glm5.kernels.triton import basic_backward, heads_backward, moe_backward, newton_schulz
 from glm5.kernels.triton import cross_entropy as fast_cross_entropy
 from glm5.kernels.triton import indexer_loss as fast_loss
 from glm5.kernels.triton import indexer_warmup as warmup
@@ -224,3 +224,23 @@ def test_inverse_index_lists_who_selected_a_row() -> None:
     order, starts = inverse_index(selected, queries=2, batch=2, slots=5, start=1)
     lists = [order[a:b].tolist() for a, b in zip(starts[:-1].tolist(), starts[1:].tolist(), strict=True)]
     assert lists == [[0], [], [], [1], [], [6], [7], [8], [3], [4]]
+
+
+# --------------------------------------------------------------------------- heads
+@pytest.mark.parametrize(("heads", "nope", "rotary", "value"), [(3, 12, 4, 16), (20, 24, 8, 16), (2, 6, 6, 10)])
+def test_heads_put_together(heads: int, nope: int, rotary: int, value: int) -> None:
+    """Queries rotated as they are copied, keys joined: of more heads than a block, of widths that are no powers of two,
+    with gradients as attention gives them (heads outermost)."""
+    rotation = basic.rotations(torch.tensor([[0, 1, 2, 3, 0], [7, 8, 9, 10, 11]]), rotary, 1e4).to(DEVICE)
+    q = _random(2, 5, heads, nope + rotary, seed=1)
+    _agree(
+        lambda x: heads_backward.Turned.apply(x, rotation).transpose(1, 2),
+        lambda x: basic.rope_heads(x, rotation).transpose(1, 2),
+        q,
+    )
+    up, rows = _random(2, 5, heads, nope + value, seed=2), _random(2, 5, 7 + rotary, seed=3)
+
+    def joined(make: Callable[..., tuple[Tensor, Tensor]]) -> Callable[..., Tensor]:
+        return lambda up, rows: torch.cat([x.transpose(1, 2) for x in make(up, rows[..., 7:], nope)], -1)
+
+    _agree(joined(heads_backward.KeysAndValues.apply), joined(basic.keys_and_values), up, rows)

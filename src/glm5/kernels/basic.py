@@ -102,6 +102,28 @@ def rope_interleaved(x: Tensor, rotation: Tensor) -> Tensor:
     return torch.stack((even * cos - odd * sin, odd * cos + even * sin), dim=-1).flatten(-2)
 
 
+def rope_heads(x_BTHX: Tensor, rotation_BTR: Tensor) -> Tensor:
+    """Heads whose last columns are rotated by `rope_interleaved`: [B, T, H, X], by rotations [B, T, R / 2]."""
+    fast = pick("train_rope_heads", x_BTHX) if x_BTHX.requires_grad else None
+    if fast is not None:
+        out: Tensor = fast(x_BTHX, rotation_BTR)
+        return out
+    rotary = 2 * rotation_BTR.shape[-1]
+    still, turning = x_BTHX.split_with_sizes((x_BTHX.shape[-1] - rotary, rotary), -1)
+    return torch.cat((still, rope_interleaved(turning, rotation_BTR.unsqueeze(-2))), dim=-1)
+
+
+def keys_and_values(up_BSHX: Tensor, rotary_BSR: Tensor, nope: int) -> tuple[Tensor, Tensor]:
+    """Keys [B, S, H, N + R] and values [B, S, H, V] of expanded latents [B, S, H, N + V] and the heads' rotary key."""
+    fast = pick("train_keys_and_values", up_BSHX, rotary_BSR) if up_BSHX.requires_grad else None
+    if fast is not None:
+        pair: tuple[Tensor, Tensor] = fast(up_BSHX, rotary_BSR, nope)
+        return pair
+    k_nope, values = up_BSHX.split_with_sizes((nope, up_BSHX.shape[-1] - nope), -1)
+    k_rope = rotary_BSR.unsqueeze(-2).expand(*k_nope.shape[:-1], -1)
+    return torch.cat((k_nope, k_rope), dim=-1), values
+
+
 def _even(x: Tensor) -> Tensor:
     """The tensor itself if its pairs can be viewed as complex numbers, else a copy."""
     *outer, last = x.stride()

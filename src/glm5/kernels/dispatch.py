@@ -202,6 +202,8 @@ def _stream_select(q_BTJI: Tensor, w_BTJ: Tensor, k_BSI: Tensor) -> str | None:
 def _stream_select_fp8(q_BTJI: Tensor, w_BTJ: Tensor, k_BSI: Tensor, scale_BS: Tensor) -> str | None:
     if torch.cuda.get_device_capability(q_BTJI.device) < (8, 9):
         return "e4m3 products need compute capability 8.9"
+    if q_BTJI.shape[3] < 32:
+        return f"e4m3 products take index heads from 32 wide, not {q_BTJI.shape[3]}"
     return _powers_of_two(q_BTJI) or _e4m3(q_BTJI, k_BSI)
 
 
@@ -279,6 +281,10 @@ def _train_experts(x_ND: Tensor, gate_up_EFD: Tensor, down_EDF: Tensor) -> str |
 
 def _train_rows(x: Tensor, *others: Tensor) -> str | None:
     return _bf16(x, *others) if x.stride(-1) == 1 else "takes contiguous columns"
+
+
+def _train_heads(x_BTHX: Tensor, *others: Tensor) -> str | None:
+    return _bf16(x_BTHX, *others) if x_BTHX.is_contiguous() else "takes contiguous heads"
 
 
 # Rows from which the symmetric products by halves are faster than cuBLAS's whole ones (13% at 2,048, slower at 512).
@@ -380,6 +386,12 @@ def _load_sparse_mla_fp8(room: str) -> Callable[[], Callable[..., Any]]:
     return load
 
 
+def _load_cuda_experts() -> Callable[..., Any]:
+    from glm5.kernels.cuda import grouped_swiglu_fp8
+
+    return grouped_swiglu_fp8
+
+
 def _load_absorbed() -> Callable[..., Any]:
     from glm5.kernels.cuda import sparse_mla
     from glm5.kernels.triton import by_head
@@ -455,6 +467,7 @@ OPERATORS: dict[str, tuple[Fast, ...]] = {
         Fast("triton.sparse_mla_fp8", _triton, _sparse_mla_fp8, _load_sparse_mla_fp8("triton")),
     ),
     "grouped_swiglu_fp8": (
+        Fast("cuda.grouped_swiglu_fp8", _both, _experts_fp8, _load_cuda_experts),
         Fast("triton.grouped_swiglu_fp8", _triton, _experts_fp8, _load_triton("grouped_swiglu_fp8")),
     ),
     "packed_matmul": (),
@@ -488,6 +501,12 @@ OPERATORS: dict[str, tuple[Fast, ...]] = {
     ),
     "train_rms_norm": (Fast("torch.rms_norm", _cuda, _train_rows, _load_training("rms_norm"), trains=True),),
     "train_swiglu": (Fast("triton.basic_backward", _triton, _train_rows, _load_training("swiglu"), trains=True),),
+    "train_rope_heads": (
+        Fast("triton.heads_backward", _triton, _train_heads, _load_training("rope_heads"), trains=True),
+    ),
+    "train_keys_and_values": (
+        Fast("triton.heads_backward", _triton, _train_heads, _load_training("keys_and_values"), trains=True),
+    ),
     "linear_cross_entropy": (
         Fast("triton.cross_entropy", _triton, _train_rows, _load_training("linear_cross_entropy"), trains=True),
     ),

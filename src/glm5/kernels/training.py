@@ -122,3 +122,19 @@ def swiglu(gate: Tensor, up: Tensor) -> Tensor:
 
     out: Tensor = SwiGLU.apply(gate, up)
     return out
+
+
+def rope_heads(x: Tensor, rotation: Tensor) -> Tensor:
+    """As `basic.rope_heads`, rounded once."""
+    from glm5.kernels.triton.heads_backward import Turned
+
+    out: Tensor = Turned.apply(x, rotation)
+    return out
+
+
+def keys_and_values(up: Tensor, rotary: Tensor, nope: int) -> tuple[Tensor, Tensor]:
+    """As `basic.keys_and_values`; values are a view of `up`."""
+    from glm5.kernels.triton.heads_backward import KeysAndValues
+
+    pair: tuple[Tensor, Tensor] = KeysAndValues.apply(up, rotary, nope)
+    return pair

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from glm5.kernels import latent_rows
 from glm5.kernels.attention import attention_logit_max, dense_attention, sparse_attention, sparse_attention_lse
-from glm5.kernels.basic import Joined, lay_side_by_side, rope_interleaved
+from glm5.kernels.basic import Joined, keys_and_values, lay_side_by_side, rope_heads, rope_interleaved
 from glm5.kernels.dispatch import pick, trains_absorbed
 from glm5.kernels.indexer import index_scores, index_select
 from glm5.kernels.indexer_fp8 import IndexKeys, index_select_fp8, round_queries
@@ -82,11 +82,11 @@ class MLA(nn.Module):
         few = None if torch.is_grad_enabled() or self.q_a_proj.bias is not None else self._few(x_BTD, rope)
         index_q: tuple[Tensor, Tensor] | None
         if few is not None:
-            q_nope, q_rope, rows, index_keys, index_q = few
+            q_full, rows, index_keys, index_q = few
         else:
             self.forget_joined()
             q_latent = self.q_a_layernorm(self.q_a_proj(x_BTD))
-            q_nope, q_rope = self._turned(self.q_b_proj(q_latent), rope)
+            q_full = rope_heads(self.q_b_proj(q_latent).unflatten(-1, (self.heads, -1)), rope)
             rows = self._rows(self.kv_a_proj_with_mqa(x_BTD), rope)
             indexed = sparse or cache is not None or trace is not None or (aux is not None and aux.indexer)
             index_keys = self.indexer.keys(x_BTD, rope) if indexed else rows
@@ -100,12 +100,12 @@ class MLA(nn.Module):
         if index_q is None and ((sparse and searched) or (aux is not None and aux.indexer)):
             index_q = self.indexer.queries(x_BTD, q_latent, rope)
         if parts[0].span is None:
-            out = self._attend(parts[0], q_nope, q_rope, index_q, sparse, trace, aux)
+            out = self._attend(parts[0], q_full, index_q, sparse, trace, aux)
         else:
             outs = []
             for part in parts:
                 index = None if index_q is None else (part.of(index_q[0]), part.of(index_q[1]))
-                mixed = self._attend(part, part.of(q_nope), part.of(q_rope), index, sparse, trace, aux)
+                mixed = self._attend(part, part.of(q_full), index, sparse, trace, aux)
                 outs.append(mixed.flatten(0, 1))
             out = (outs[0] if len(outs) == 1 else torch.cat(outs))[None]
         return self.o_proj(out.flatten(-2))
@@ -113,8 +113,7 @@ class MLA(nn.Module):
     def _attend(
         self,
         part: Part,
-        q_nope: Tensor,
-        q_rope: Tensor,
+        q_full: Tensor,
         index_q: tuple[Tensor, Tensor] | None,
         sparse: bool,
         trace: Trace | None,
@@ -122,6 +121,7 @@ class MLA(nn.Module):
     ) -> Tensor:
         """Every head's mixture of values, [B, T, H, V]."""
         visible, rows = part.visible, part.rows
+        q_nope, q_rope = q_full.split_with_sizes((self.nope, self.rotary), -1)
         selected = None
         if sparse and index_q is not None and (visible.slots > self.indexer.topk or trace is not None):
             selected = self._select(index_q, part, trace)
@@ -142,14 +142,13 @@ class MLA(nn.Module):
         elif selected is None or trained or not absorbed:  # only the selected rows can be read where they lie
             rows = pages.gather(rows, visible)
         if absorbed and trained and selected is not None:
-            q_full, keys, values, w_uv = self._fold(q_nope, q_rope, rows)
-            mixed, lse = sparse_attention_lse(q_full, keys, values, selected, visible, self.scale)
+            q_folded, keys, values, w_uv = self._fold(q_nope, q_rope, rows)
+            mixed, lse = sparse_attention_lse(q_folded, keys, values, selected, visible, self.scale)
             if aux is not None and measured:
-                self._observe(aux, part, index_q, q_full, keys, selected, lse)
+                self._observe(aux, part, index_q, q_folded, keys, selected, lse)
             return _by_head(mixed, w_uv)
         if absorbed:
             return self._absorbed(q_nope, q_rope, rows, visible, selected, pages)
-        q_full = torch.cat((q_nope, q_rope), dim=-1)
         keys, values = self._expand(rows)
         if selected is None:
             out = dense_attention(q_full, keys, values, visible, self.scale)
@@ -181,17 +180,12 @@ class MLA(nn.Module):
                 indexer_loss(*index, q_BTHX, keys_BSHX, visible, selected, self.scale, self.indexer.topk, lse_BTH)
             )
 
-    def _turned(self, q_BTX: Tensor, rope: Tensor) -> tuple[Tensor, Tensor]:
-        """Queries [B, T, H, N] and, rotated, [B, T, H, R]."""
-        q_nope, q_rope = q_BTX.unflatten(-1, (self.heads, -1)).split_with_sizes((self.nope, self.rotary), -1)
-        return q_nope, rope_interleaved(q_rope, rope.unsqueeze(-2))
-
     def _rows(self, kv_BTX: Tensor, rope: Tensor) -> Tensor:
         """What the cache holds of each position: its normed latent and its rotated key, [B, T, L + R]."""
         latent, k_rope = kv_BTX.split_with_sizes((self.latent, self.rotary), -1)
         return torch.cat((self.kv_a_layernorm(latent), rope_interleaved(k_rope, rope)), dim=-1)
 
-    def _few(self, x_BTD: Tensor, rope: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor, tuple[Tensor, Tensor]] | None:
+    def _few(self, x_BTD: Tensor, rope: Tensor) -> tuple[Tensor, Tensor, Tensor, tuple[Tensor, Tensor]] | None:
         """What `forward` makes of x up to attention: by one operator, or of a few tokens by two joined products."""
         indexer, norm, k_norm = self.indexer, self.kv_a_layernorm, self.indexer.k_norm
         query = (self.q_a_proj.weight, self.q_a_layernorm.weight, self.q_b_proj.weight)
@@ -202,7 +196,7 @@ class MLA(nn.Module):
         if whole is not None:
             eps = (self.q_a_layernorm.eps, norm.eps, k_norm.eps)
             q, rows, keys, *index_q = whole(x_BTD, rope, query, latent, index, heads, eps)
-            return *q.split_with_sizes((self.nope, self.rotary), -1), rows, keys, tuple(index_q)
+            return q, rows, keys, tuple(index_q)
         if not Joined.pays(x_BTD):
             return None
         downs, ups = self._joinable()
@@ -211,7 +205,7 @@ class MLA(nn.Module):
         up = F.linear(self.q_a_layernorm(q_a), self._up.of(*ups))
         (q, index_up), (kv, index_k, index_w) = up.split_with_sizes([w.shape[0] for w in ups], -1), parts
         keys, queries = indexer.turned_keys(index_k, rope), indexer.turned_queries(index_up, index_w, rope)
-        return *self._turned(q, rope), self._rows(kv, rope), keys, queries
+        return rope_heads(q.unflatten(-1, (self.heads, -1)), rope), self._rows(kv, rope), keys, queries
 
     def _joinable(self) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
         """The matrices that multiply x, and those that multiply the query latent."""
@@ -246,10 +240,7 @@ class MLA(nn.Module):
     def _expand(self, rows_BSX: Tensor) -> tuple[Tensor, Tensor]:
         """Keys [B, S, H, N + R] and values [B, S, H, V] from cached rows."""
         latent, k_rope = rows_BSX.split((self.latent, self.rotary), dim=-1)
-        expanded = self.kv_b_proj(latent).unflatten(-1, (self.heads, -1))
-        k_nope, values = expanded.split((self.nope, self.value), dim=-1)
-        k_rope = k_rope.unsqueeze(-2).expand(*k_nope.shape[:-1], self.rotary)
-        return torch.cat((k_nope, k_rope), dim=-1), values
+        return keys_and_values(self.kv_b_proj(latent).unflatten(-1, (self.heads, -1)), k_rope, self.nope)
 
     def _absorbed(
         self,
