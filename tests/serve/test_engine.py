@@ -1,7 +1,9 @@
-"""One greedy prompt set, every way to run it: the same ids, the same log-probabilities, those of the model itself."""
+"""One greedy prompt set, every way to run it: the same ids, the same log-probabilities, those of the model itself and
+of transformers."""
 
 from __future__ import annotations
 
+import tempfile
 import threading
 from collections import Counter
 from collections.abc import Callable
@@ -24,8 +26,11 @@ from glm5.serve.engine import Engine
 from glm5.serve.llm import Answer
 from glm5.serve.prefix import page_keys
 from glm5.serve.request import Delta, Request, SamplingParams
+from glm5.serve.transfer import Load
 from glm5.utils.errors import CheckpointError, ConfigError, UserError
+from support.cluster import cluster, play
 from support.drafting import agreeable
+from support.golden import load_reference
 from support.tiny import tiny_config, tiny_model
 
 K = 24  # index_topk of the tiny model
@@ -177,6 +182,45 @@ def retracted(engine: Engine, prompts: list[list[int]]) -> list[Answer]:
     return [answers[request.rid] for request in requests]
 
 
+def after_an_update_and_back(engine: Engine, prompts: list[list[int]]) -> list[Answer]:
+    """With prefixes of both weights kept: those of the other ones are not read."""
+    first = run(engine, prompts)
+    own, other = (save(dict(named)) for named in (disk_tensors(engine.model), disk_tensors(agreeable(1))))
+    try:
+        engine.update_weights(WeightUpdate("tensor", tensors=(other,), weight_version="other", flush_cache=False))
+        changed = run(engine, prompts)
+    finally:
+        engine.update_weights(WeightUpdate("tensor", tensors=(own,), weight_version="own", flush_cache=False))
+    assert all(a.ids != b.ids for a, b in zip(first, changed, strict=True))
+    again = run(engine, prompts)
+    assert not any(answer.cached_tokens for answer in (*changed, *again))
+    return again
+
+
+def disaggregated(engine: Engine, prompts: list[list[int]]) -> list[Answer]:
+    """Read by a prefill worker, answered by a decode worker: two engines of the same settings."""
+    found: list[Answer] = []
+
+    async def test() -> None:
+        with tempfile.TemporaryDirectory() as home:
+            async with cluster(engine.model, Path(home), config=engine.config) as workers:
+                decoder, fetched = workers.decode[0].engine, [0]
+                end_load = decoder.lending.end_load
+
+                def count(load: Load, *, filled: bool) -> None:
+                    fetched[0] += filled
+                    end_load(load, filled=filled)
+
+                decoder.lending.end_load = count  # type: ignore[method-assign]
+                found.extend(await workers.all([Request(ids, GREEDY) for ids in prompts]))
+                await workers.until_clean()
+                assert fetched[0] == sum(len(ids) > 1 for ids in prompts)
+                engine.speculation = decoder.speculation
+
+    play(test)
+    return found
+
+
 WAYS: dict[str, tuple[EngineConfig, Callable[[Engine, list[list[int]]], list[Answer]]]] = {
     "cold": (SMALL, cold),
     "together": (SMALL, together),
@@ -187,7 +231,33 @@ WAYS: dict[str, tuple[EngineConfig, Callable[[Engine, list[list[int]]], list[Ans
     "from host memory": (replace(SMALL, pages=14, host_pages=64), from_host),
     "preempted": (replace(SMALL, pages=24), preempted),
     "retracted": (SMALL, retracted),
+    "after an update and back": (SMALL, after_an_update_and_back),
+    "disaggregated": (SMALL, disaggregated),
 }
+
+
+def test_transformers_expects_the_same(
+    model: GLM5,
+    prompts: list[list[int]],
+    expected: list[Expected],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Where its indexer breaks ties as ours does: by position."""
+
+    def stable(scores: torch.Tensor, k: int, dim: int = -1) -> Any:
+        values, indices = scores.sort(dim=dim, descending=True, stable=True)
+        return torch.return_types.topk((values[..., :k], indices[..., :k]))
+
+    save_model(model, tmp_path / "model")
+    reference = load_reference(tmp_path / "model")
+    monkeypatch.setattr(torch.Tensor, "topk", stable)
+    for ids, (out, logprobs) in zip(prompts, expected, strict=True):
+        with torch.no_grad():
+            rows = reference(torch.tensor([ids + out])).logits[0, len(ids) - 1 : -1].log_softmax(-1)
+        assert rows.argmax(-1).tolist() == out
+        theirs = rows.gather(-1, torch.tensor(out)[:, None])[:, 0]
+        torch.testing.assert_close(theirs, logprobs, rtol=0, atol=TOLERANCE)
 
 
 @pytest.mark.parametrize(("drafts", "overlap"), [(0, False), (3, False), (0, True), (3, True)])
