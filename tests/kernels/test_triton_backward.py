@@ -16,10 +16,11 @@ from support import triton_interpreter
 triton_interpreter.ask()
 
 from glm5.kernels import basic, moe
+from glm5.kernels import newton_schulz as newton_schulz_spec
 from glm5.kernels.cross_entropy import linear_cross_entropy as cross_entropy
 from glm5.kernels.indexer_loss import indexer_loss
 from glm5.kernels.inverse import inverse_index
-from glm5.kernels.triton import basic_backward, heads_backward, moe_backward, newton_schulz
+from glm5.kernels.triton import basic_backward, heads_backward, moe_backward, muon, newton_schulz
 from glm5.kernels.triton import cross_entropy as fast_cross_entropy
 from glm5.kernels.triton import indexer_loss as fast_loss
 from glm5.kernels.triton import indexer_warmup as warmup
@@ -244,3 +245,33 @@ def test_heads_put_together(heads: int, nope: int, rotary: int, value: int) -> N
         return lambda up, rows: torch.cat([x.transpose(1, 2) for x in make(up, rows[..., 7:], nope)], -1)
 
     _agree(joined(heads_backward.KeysAndValues.apply), joined(basic.keys_and_values), up, rows)
+
+
+# --------------------------------------------------------------------------- Muon's elementwise parts
+@pytest.mark.parametrize("turned", [False, True])
+@pytest.mark.parametrize("move", [False, True])
+def test_momentum_input_and_update(turned: bool, move: bool) -> None:
+    """What plain PyTorch does, in place, of matrices at any strides, and of nothing else around them."""
+    grad = _random(3, 70, 33, seed=1, dtype=torch.bfloat16)
+    held = [_random(3, 140, 33, seed=2, dtype=torch.float32) for _ in range(2)]  # every second row is another's
+    out = [torch.zeros(3, 33, 70, device=DEVICE).mT if turned else torch.zeros(3, 70, 33, device=DEVICE)] * 2
+    found = []
+    for nesterov, update, m, x in zip(
+        (muon.nesterov, newton_schulz_spec.nesterov_input),
+        (muon.update, newton_schulz_spec.move_weights),
+        held,
+        [o.clone() for o in out],
+        strict=True,
+    ):
+        nesterov(grad, m[:, ::2], 0.95, x, move=move)
+        weights = m.clone()
+        update(weights[:, ::2], x, 0.9, -0.3)
+        found.append((m, x, weights))
+    for ours, theirs in zip(*found, strict=True):
+        assert torch.allclose(ours, theirs, rtol=1e-6, atol=1e-6)
+    assert move == bool((held[0] != _random(3, 140, 33, seed=2, dtype=torch.float32)).any())
+
+
+def test_matrices_over_their_norms() -> None:
+    x, norm = _random(3, 5, 77, seed=1, dtype=torch.float32), _random(3, seed=2, dtype=torch.float32).abs() + 0.5
+    assert torch.equal(muon.divided(x, norm, torch.float32), x / norm[:, None, None])

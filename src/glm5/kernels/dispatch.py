@@ -297,6 +297,15 @@ def _newton_schulz(x_NAB: Tensor) -> str | None:
     return _plain_bf16(x_NAB)
 
 
+def _fp32(*tensors: Tensor) -> str | None:
+    wrong = next((t.dtype for t in tensors if t.dtype != torch.float32), None)
+    return None if wrong is None else f"written for float32, not {wrong}"
+
+
+def _divided(x_NAB: Tensor) -> str | None:
+    return _fp32(x_NAB) if x_NAB.is_contiguous() else "takes contiguous matrices"
+
+
 def _scaled(x: Tensor) -> str | None:
     return "works in float32" if x.dtype == torch.float64 else None
 
@@ -511,6 +520,9 @@ OPERATORS: dict[str, tuple[Fast, ...]] = {
         Fast("triton.cross_entropy", _triton, _train_rows, _load_training("linear_cross_entropy"), trains=True),
     ),
     "scaled": (Fast("triton.scaled", _triton, _scaled, _load_training("scaled")),),
+    "nesterov": (Fast("triton.muon", _triton, _fp32, _load_training("nesterov")),),
+    "move_weights": (Fast("triton.muon", _triton, _fp32, _load_training("move_weights")),),
+    "divided": (Fast("triton.muon", _triton, _divided, _load_training("divided")),),
     "newton_schulz": (Fast("triton.newton_schulz", _both, _newton_schulz, _load_training("newton_schulz")),),
 }
 

@@ -53,8 +53,9 @@ def newton_schulz(
     x = m_BAB.reshape(-1, rows, cols)
     x = x.mT if rows > cols else x
     norm_dtype = torch.promote_types(m_BAB.dtype, torch.float32)
-    norm = torch.linalg.vector_norm(x, dim=(-2, -1), keepdim=True, dtype=norm_dtype)
-    x = (x / (norm + eps)).to(dtype)
+    norm = torch.linalg.vector_norm(x, dim=(-2, -1), keepdim=True, dtype=norm_dtype) + eps
+    divide = pick("divided", x)
+    x = divide(x, norm.flatten(), dtype) if divide is not None else (x / norm).to(dtype)
     fast = pick("newton_schulz", x)
     if fast is not None:
         x = fast(x, steps, COEFFICIENTS)
@@ -65,6 +66,30 @@ def newton_schulz(
             x = torch.baddbmm(x, poly, x, beta=a)
     x = x.mT if rows > cols else x
     return x.reshape(m_BAB.shape)
+
+
+def nesterov_input(grad_PRC: Tensor, momentum_PRC: Tensor, mu: float, out_PRC: Tensor, *, move: bool = True) -> None:
+    """What Muon orthogonalises: out = grad + mu momentum, after momentum = mu momentum + grad where it is to `move`.
+
+    Args:
+        grad_PRC, momentum_PRC, out_PRC: [P, R, C] at any strides; all but the gradient fp32 (or float64).
+    """
+    fast = pick("nesterov", momentum_PRC, out_PRC)
+    if fast is not None:
+        fast(grad_PRC, momentum_PRC, mu, out_PRC, move=move)
+        return
+    if move:
+        momentum_PRC.mul_(mu).add_(grad_PRC)
+    torch.add(grad_PRC, momentum_PRC, alpha=mu, out=out_PRC)
+
+
+def move_weights(weight_PRC: Tensor, factor_PRC: Tensor, keep: float, rate: float) -> None:
+    """weight = keep weight + rate factor, in place; shapes and strides as in `nesterov_input`."""
+    fast = pick("move_weights", weight_PRC)
+    if fast is not None:
+        fast(weight_PRC, factor_PRC, keep, rate)
+    else:
+        weight_PRC.mul_(keep).add_(factor_PRC, alpha=rate)
 
 
 def orthogonal_factor_svd(m_BAB: Tensor) -> Tensor:

@@ -111,6 +111,27 @@ def newton_schulz(x_NAB: Tensor, steps: int, coefficients: tuple[float, float, f
     return kernels.iterate(x_NAB, steps, coefficients)
 
 
+def nesterov(grad: Tensor, momentum: Tensor, mu: float, out: Tensor, *, move: bool) -> None:
+    """As `newton_schulz.nesterov_input`."""
+    from glm5.kernels.triton import muon
+
+    muon.nesterov(grad, momentum, mu, out, move=move)
+
+
+def move_weights(weight: Tensor, factor: Tensor, keep: float, rate: float) -> None:
+    """As `newton_schulz.move_weights`."""
+    from glm5.kernels.triton import muon
+
+    muon.update(weight, factor, keep, rate)
+
+
+def divided(x_NAB: Tensor, norm_N: Tensor, dtype: torch.dtype) -> Tensor:
+    """Every matrix over its number, rounded once to dtype."""
+    from glm5.kernels.triton import muon
+
+    return muon.divided(x_NAB, norm_N, dtype)
+
+
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """As `basic.rms_norm`, rounded once: torch's own, whose two fused kernels were faster than ours."""
     return F.rms_norm(x, (x.shape[-1],), weight, eps)

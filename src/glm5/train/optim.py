@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from glm5.kernels.newton_schulz import newton_schulz
+from glm5.kernels.newton_schulz import move_weights, nesterov_input, newton_schulz
 from glm5.train.roles import Cut, ParamRole, parameter_roles
 from glm5.utils.errors import CheckpointError, NumericalError
 
@@ -174,15 +174,13 @@ class MuonSplit(torch.optim.Optimizer):
         for p in live:
             if "momentum" not in self.state[p]:
                 self.state[p]["momentum"] = torch.zeros_like(p, dtype=_state_dtype(p))
-        momenta = self._states(live, "momentum")
-        torch._foreach_mul_(momenta, mu)
-        torch._foreach_add_(momenta, [self._grad(p) for p in live])
-        weights = [self._weight(p) for p in live]
-        torch._foreach_mul_(weights, 1.0 - lr * group["weight_decay"])
-        weight_of = dict(zip(live, weights, strict=True))
+        momenta, weights = self._states(live, "momentum"), [self._weight(p) for p in live]
         if self._spread is not None:
+            torch._foreach_mul_(momenta, mu)  # all of them here, since of several copies one is read
+            torch._foreach_add_(momenta, [self._grad(p) for p in live])
             self._spread.muon(group, live, momenta, weights, squares)
             return
+        weight_of, keep = dict(zip(live, weights, strict=True)), 1.0 - lr * group["weight_decay"]
 
         for batch in self._batches:
             places, count = [], 0
@@ -195,12 +193,12 @@ class MuonSplit(torch.optim.Optimizer):
             x_NAB = self._space(batch, count)
             for s, place in places:
                 momentum = self.state[s.parameter]["momentum"]
-                torch.add(s.of(self._grad(s.parameter)), s.of(momentum), alpha=mu, out=s.like(x_NAB[place]))
+                nesterov_input(s.of(self._grad(s.parameter)), s.of(momentum), mu, s.like(x_NAB[place]))
             dtype = self._ns_dtype or default_ns_dtype(batch.device, batch.dtype)
             o_NAB = newton_schulz(x_NAB, group["ns_steps"], dtype=dtype)
             scale = group["rms"] * math.sqrt(batch.long)
             for s, place in places:
-                s.of(weight_of[s.parameter]).add_(s.like(o_NAB[place]), alpha=-lr * scale)
+                move_weights(s.of(weight_of[s.parameter]), s.like(o_NAB[place]), keep, -lr * scale)
                 if squares is not None:
                     part = o_NAB[place]
                     norm = torch.linalg.vector_norm(part, dtype=batch.dtype) * scale

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from glm5.kernels.newton_schulz import newton_schulz
+from glm5.kernels.newton_schulz import move_weights, nesterov_input, newton_schulz
 from glm5.parallel.holdings import Holdings
 from glm5.parallel.muon import Matrix, MuonExchange, Strip
 from glm5.train.optim import Batch, Squares, default_ns_dtype
@@ -53,13 +53,14 @@ class Spread:
         """Move the parameters that have gradients; momenta and weights are what this rank holds of them."""
         exchange, names = self._plan(live)
         mu, lr = group["momentum"], group["lr"]
+        keep = 1.0 - lr * group["weight_decay"]
         grads = [self.holdings.gradient(p) for p in live]
 
         def scale(matrix: int) -> float:
             return group["rms"] * math.sqrt(exchange.matrices[matrix].shape[1])
 
         def read(strip: Strip, out: Tensor) -> None:
-            torch.add(strip.of(grads[strip.parameter]), strip.of(momenta[strip.parameter]), alpha=mu, out=out)
+            nesterov_input(strip.of(grads[strip.parameter]), strip.of(momenta[strip.parameter]), mu, out, move=False)
 
         def iterate(matrices: tuple[int, ...], x_NAB: Tensor) -> Tensor:
             o_NAB = newton_schulz(x_NAB, group["ns_steps"], dtype=factor(x_NAB.dtype))
@@ -72,7 +73,7 @@ class Spread:
             return o_NAB
 
         def write(strip: Strip, o: Tensor) -> None:
-            strip.of(weights[strip.parameter]).add_(o, alpha=-lr * scale(strip.piece.matrix))
+            move_weights(strip.of(weights[strip.parameter]), o, keep, -lr * scale(strip.piece.matrix))
 
         def factor(dtype: torch.dtype) -> torch.dtype:
             return self.ns_dtype or default_ns_dtype(live[0].device, dtype)
