@@ -97,6 +97,29 @@ def test_padding_touches_nothing_but_the_spare_page_and_tables_may_change() -> N
             assert all(torch.equal(a[:, kept], b[:, kept]) for a, b in zip(pools, before, strict=True))
 
 
+def test_sequences_with_fewer_drafts_are_padded_behind_their_own_rows() -> None:
+    """Up to the last slot of a context that ends with a page, and of tables that have no page for the padding."""
+    model = tiny_model(0).eval()
+    lengths, tables, counts = (127, 10, 62), [[3, 1], [4], [0]], (1, 2, 3)
+    with torch.inference_mode():
+        cache = _filled(model, lengths, tables)
+        record = graphs.Graphs(model, cache, spare=12, most=8, queries=4, context=128, record=lambda run: run)
+        runs = [Run(tables[i], lengths[i], counts[i]) for i in range(2)] + [Run([0, 5], 62, 3)]
+        ids = [[9 + i + t for t in range(count)] for i, count in enumerate(counts)]
+        before = [pool.clone() for layer in cache.layers for pool in layer]
+        outputs = record(runs, ids)
+        assert outputs is not None
+        batch = PagedBatch(cache, runs)
+        flat = model.hidden(batch.flat(ids), cache=batch)[0]
+        rows = [at + t for at, count in zip(batch.offsets, counts, strict=True) for t in range(count)]
+        torch.testing.assert_close(outputs[0], flat[rows], atol=1e-5, rtol=1e-5)
+        torch.testing.assert_close(outputs[1], model.lm_head(flat)[rows], atol=1e-5, rtol=1e-5)
+        behind = {4 * 64 + 12, 4 * 64 + 13, 5 * 64 + 1} | set(range(12 * 64, 13 * 64))
+        kept = [row for row in range(13 * 64) if row not in behind | {int(row) for row in batch.row_N}]
+        pools = [pool for layer in cache.layers for pool in layer]
+        assert all(torch.equal(a[:, kept], b[:, kept]) for a, b in zip(pools, before, strict=True))
+
+
 @pytest.mark.usefixtures("recorded")
 def test_warming_up_records_every_number_of_sequences_once(caplog: pytest.LogCaptureFixture) -> None:
     engine = Engine(tiny_model(0).eval(), replace(PLAIN, cuda_graphs=True, max_running=5))
@@ -117,7 +140,7 @@ def test_what_is_not_recorded_is_left_to_the_plain_call(caplog: pytest.LogCaptur
         raise RuntimeError("operation not permitted when stream is capturing")
 
     record = graphs.Graphs(model, cache, spare=12, most=2, context=128, record=refuse)  # type: ignore[arg-type]
-    assert record([Run([0], 0, 1), Run([1], 0, 2)], [[1], [1, 2]]) is None, "unequal rows"
+    assert record([Run([0], 0, 1), Run([1], 0, 2)], [[1], [1, 2]]) is None, "more rows than are recorded"
     assert record([Run([i], 0, 1) for i in range(3)], [[1]] * 3) is None, "more sequences than are recorded"
     assert record([Run([0], 0, 9)], [list(range(9))]) is None, "a chunk of a prompt"
     assert not caplog.records
@@ -146,7 +169,7 @@ def test_a_recorded_step_on_a_gpu_gives_what_the_plain_call_gives(queries: int) 
         for ids, table in zip(_ids(*lengths), tables, strict=True):
             batch = PagedBatch(cache, [Run(table, 0, len(ids))])
             model.hidden(batch.flat([ids]), cache=batch)
-        recorded = graphs.Graphs(model, cache, spare=19, most=8, context=4096, record=record)
+        recorded = graphs.Graphs(model, cache, spare=19, most=8, queries=queries, context=4096, record=record)
         for order in ((0, 1, 2), (2,), (1, 0)):
             runs, ids = [Run(tables[i], lengths[i], queries) for i in order], _ids(*[queries] * len(order))
             batch = PagedBatch(cache, runs)

@@ -20,7 +20,7 @@ from glm5.model.generate import generate
 from glm5.model.weights import disk_tensors, load_model, save_model
 from glm5.parallel.inference import Share, check
 from glm5.parallel.mesh import Mesh, World
-from glm5.serve import lockstep, ranks
+from glm5.serve import executor, lockstep, rank_graphs, ranks
 from glm5.serve.client import WeightGroup, WeightUpdate
 from glm5.serve.config import EngineConfig
 from glm5.serve.engine import Engine
@@ -347,6 +347,46 @@ def test_halves_of_prompts_and_of_heads_over_four_ranks(checkpoints: list[str], 
     same(found["chunks"], expected["chunks"])
     for _, their_pages, _ in others:
         assert all(map(torch.equal, pages, their_pages))
+
+
+# --------------------------------------------------------------------------- recorded steps
+def _recorded(world: World, checkpoints: list[str]) -> Any:
+    """As on GPUs, with the plain call in place of a recording, on every rank."""
+    for module in (executor, rank_graphs):
+        module.recorder_for = lambda device: lambda run: run  # type: ignore[attr-defined]
+    some = slice(world.place("dp"), None, world.mesh.dp)
+
+    def lead(leader: Leader) -> dict[str, Any]:
+        found: dict[str, Any] = {}
+        for name in ("plain", "drafts", "preempted"):
+            engine = Engine(leader.model, replace(WAYS[name], cuda_graphs=True), ranks=leader)
+            engine.warm()
+            assert engine.info()["pages"] == WAYS[name].pages  # the spare one is not given out
+            found[name] = answers(engine, prompts()[some], crowd=name == "preempted")
+            found[f"{name}, recorded"] = engine.info()["recorded_steps"]
+        engine.release_memory(("kv_cache", "cuda_graph"))
+        engine.resume_memory(("kv_cache", "cuda_graph"))
+        found["resumed"] = answers(engine, prompts()[some])
+        engine.close()
+        return found
+
+    found, pages, _ = _lead(world, checkpoints[0], lead)
+    return found, pages
+
+
+@pytest.mark.parametrize("mesh", ["tp=2", "cp=2", "dp=2", "dp=2,ep=2"])
+def test_recorded_steps_on_every_rank(mesh: str, checkpoints: list[str], expected: dict[str, Any]) -> None:
+    results = run_ranks(2, mesh, _recorded, checkpoints)
+    for place, (found, _) in enumerate(results):
+        if found is None:
+            continue
+        mine = slice(place, None, 2) if "dp" in mesh else slice(None)
+        for name in ("plain", "drafts", "preempted"):
+            same(found[name], expected[name][mine])
+            assert (found[f"{name}, recorded"] > 3) == ("ep" not in mesh)
+        same(found["resumed"], expected["preempted"][mine])
+    if "dp" not in mesh:
+        assert all(map(torch.equal, results[0][1], results[1][1]))  # the same pages on both, the spare one included
 
 
 # --------------------------------------------------------------------------- a rank dies

@@ -30,6 +30,7 @@ from glm5.model.speculate import SpeculationStats
 from glm5.serve.client import PauseMode, Stats, Unavailable, WeightGroup, WeightUpdate
 from glm5.serve.config import EngineConfig
 from glm5.serve.executor import AnswerState, Executor, StepOutput
+from glm5.serve.graphs import Graphs
 from glm5.serve.lending import Lending
 from glm5.serve.pages import PAGE_SIZE, PagePool
 from glm5.serve.prefix import PrefixTree, page_keys
@@ -68,11 +69,13 @@ class Ranks(Protocol):
     """What an engine needs of several ranks (`glm5.serve.ranks`) beside a model that runs on all of them.
 
     Attributes:
-        weights: whose updates reach all. pages: `PagedCache` on all. sizes: of the mesh's axes by name.
+        weights: whose updates reach all. pages, graphs: `PagedCache` and `Graphs` on all; no graphs where steps cannot
+            be recorded. sizes: of the mesh's axes by name.
     """
 
     weights: WeightSource
     pages: Callable[..., PagedCache]
+    graphs: Callable[..., Graphs] | None
     sizes: Mapping[str, int]
 
 
@@ -106,9 +109,9 @@ class Engine:
         self._weights = WeightSource(model) if ranks is None else ranks.weights
         self._sizes = {} if ranks is None else dict(ranks.sizes)
         self._sampler = Sampler(self.vocab_size, model.config.eos_token_id, tokenizer)
-        new_pages = PagedCache if ranks is None else ranks.pages
+        made = (PagedCache, Graphs) if ranks is None else (ranks.pages, ranks.graphs)
         sizes = dict(context=self.context, page_size=PAGE_SIZE)
-        self.executor = Executor(model, config, self._sampler, new_pages=new_pages, **sizes)
+        self.executor = Executor(model, config, self._sampler, new_pages=made[0], new_graphs=made[1], **sizes)
         self.cache, self._drafter = self.executor.cache, self.executor.drafter
         self.pool = PagePool(self.executor.pages, config.host_pages, page_size=PAGE_SIZE)
         self.tree = PrefixTree(self.pool, policy=config.eviction, version=self.weight_version)

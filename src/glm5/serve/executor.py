@@ -23,7 +23,7 @@ from glm5.model.paged import PagedBatch, PagedCache, Run
 from glm5.model.trace import Trace
 from glm5.serve import invariant
 from glm5.serve.config import EngineConfig
-from glm5.serve.graphs import Graphs, recorder_for
+from glm5.serve.graphs import Graphs, Recorder, recorder_for
 from glm5.serve.request import TokenInfo
 from glm5.serve.sampler import ROWS_AT_ONCE, Chosen, Sampler, SamplerState
 from glm5.serve.sequence import Item, Plan, Sequence
@@ -78,7 +78,7 @@ class Executor:
 
     Args:
         sampler: draws ids. context: tokens of a sequence at most. page_size: tokens of a page.
-        new_pages: `PagedCache`, or what makes it on several ranks.
+        new_pages, new_graphs: `PagedCache` and `Graphs`, or what makes them on several ranks; None records nothing.
 
     Attributes:
         cache: the pages. pages: how many there are to be given out. drafter: None where nothing is drafted.
@@ -96,6 +96,7 @@ class Executor:
         context: int,
         page_size: int,
         new_pages: Callable[..., PagedCache] = PagedCache,
+        new_graphs: Callable[..., Graphs] | None = Graphs,
     ) -> None:
         if config.drafts and not model.config.num_nextn_predict_layers:
             raise ConfigError("drafts", config.drafts, "this model has no MTP block to make them")
@@ -115,7 +116,8 @@ class Executor:
             self.pages = min(int(config.memory_gib * 2**30 // one), config.max_running * -(-context // page_size))
         if self.pages < 1:
             raise ConfigError("memory_gib", config.memory_gib, "holds no page")
-        spare = config.cuda_graphs and recorder_for(model.device) is not None  # a page that is nobody's, for padding
+        self._new_graphs = new_graphs
+        spare = self._recorder() is not None  # a page that is nobody's, for padding
         self.cache = new_pages(model.config, self.pages + spare, config.host_pages, **options)
         self.drafter = Drafter(model, self.cache, sampler) if config.drafts else None
         self._record()
@@ -126,17 +128,23 @@ class Executor:
         model, config = self._model, self._config
         if model.device.type == "cuda":
             model.lay_out()  # again where weights have been given new memory
-        record = recorder_for(model.device) if config.cuda_graphs else None
-        self._graphs = None
-        if record is not None:
-            limits = dict(most=config.max_running, context=self._context)
-            self._graphs = Graphs(model, self.cache, spare=self.pages, record=record, fixed=config.invariant, **limits)
+        self._graphs: Graphs | None = None
+        record = self._recorder()
+        if record is not None and self._new_graphs is not None:
+            limits: dict[str, Any] = dict(most=config.max_running, queries=1 + config.drafts, context=self._context)
+            limits |= dict(spare=self.pages, fixed=config.invariant)
+            self._graphs = self._new_graphs(model, self.cache, record=record, **limits)
+
+    def _recorder(self) -> Recorder | None:
+        """How steps are recorded, where they are."""
+        wanted = self._config.cuda_graphs and self._new_graphs is not None
+        return recorder_for(self._model.device) if wanted else None
 
     @torch.inference_mode()
     def warm(self) -> None:
         """Compile and record on a GPU what decode steps need, before the first request waits for it."""
         if self._graphs is not None:
-            self._graphs.warm(1 + self._config.drafts)
+            self._graphs.warm()
 
     @property
     def recorded_steps(self) -> int:
@@ -147,6 +155,8 @@ class Executor:
         """Give the memory of recorded steps back, and that of the pages, whose content is lost."""
         if pages:
             self.cache.release()
+        if self._graphs is not None:
+            self._graphs.forget()
         self._graphs = None
         if self._model.device.type == "cuda":
             torch.cuda.empty_cache()
@@ -182,7 +192,7 @@ class Executor:
         if self._graphs is not None and decoding and not routed:
             recorded = self._graphs(runs, ids)
             if recorded is not None:
-                return list(recorded[0].split(items[0].slots)), recorded[1]
+                return list(recorded[0].split([item.slots for item in items])), recorded[1]
         if self._config.invariant:
             return invariant.hidden(self._model, self.cache, runs, ids), None
         trace = Trace() if routed else None

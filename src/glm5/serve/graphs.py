@@ -1,9 +1,11 @@
 """Decode steps as CUDA graphs: one launch in place of some hundred, from buffers that stay where they are.
 
-A step in which every sequence runs equally few ids is padded to a known number of rows and to a known length of page
-tables; for each such pair the model's call is recorded once, when it is first needed, and replayed from then on. What a
-step needs (ids, starts, pages that are new) is copied into the recorded buffers. Padding rows write to a page that is
-nobody's, `spare`, and see only themselves; being equal, they also go to the same few experts.
+A step in which every sequence runs its last id and its drafts is padded to a known number of sequences, to as many rows
+of each as there may be drafts, and to a known length of page tables; for each such pair the model's call is recorded
+once, when it is first needed, and replayed from then on. What a step needs (ids, starts, pages that are new) is copied
+into the recorded buffers. Padding sequences write to a page that is nobody's, `spare`, and see only themselves; being
+equal, they also go to the same few experts. Padding rows of a sequence lie behind its own, in slots that it will write
+before it reads them, or in `spare`.
 
 Where nothing can be recorded, as on a CPU, `Graphs` can run the same buffers through the plain call: that is what its
 tests do. Steps of other shapes (chunks of prompts, more rows than are recorded) are not its business: it returns None,
@@ -31,7 +33,7 @@ log = logging.getLogger(__name__)
 ROWS = (1, 2, 4, 8, 16, 32, 64, 96, 128, 192, 256)
 # Pages of a table: the operators' work follows what is seen, so that few lengths do.
 PAGES = (64, 256, 1024, 4096)
-MOST_QUERIES = 8  # rows of a sequence: its last id and its drafts
+MOST_QUERIES = 8  # rows of a sequence up to which steps are recorded
 
 Outputs = tuple[Tensor, Tensor]
 Recorder = Callable[[Callable[[], Outputs]], Callable[[], Outputs]]
@@ -133,7 +135,8 @@ class _Step:
         rows, changed, pages = [], False, self._table_BP.shape[1]
         for row, before in enumerate(self._tables):
             used = row < len(runs)
-            rows.append([runs[row].start, *ids[row]] if used else [0] * (1 + self._queries))
+            given = [runs[row].start, *ids[row]] if used else []
+            rows.append(given + [0] * (1 + self._queries - len(given)))
             table = tuple(runs[row].table[:pages]) if used else ()
             if table != before:
                 kept = len(before) if table[: len(before)] == before else 0
@@ -148,7 +151,11 @@ class _Step:
             self._copied.record()
         hidden_ND, logits_NV = self._replay()
         n = len(runs) * self._queries
-        return hidden_ND[:n], logits_NV[:n]
+        if all(run.count == self._queries for run in runs):
+            return hidden_ND[:n], logits_NV[:n]
+        own = [row * self._queries + i for row, run in enumerate(runs) for i in range(run.count)]
+        own_N = torch.tensor(own, device=hidden_ND.device)
+        return hidden_ND[own_N], logits_NV[own_N]
 
 
 class Graphs:
@@ -156,7 +163,7 @@ class Graphs:
 
     Args:
         cache: has a page more than is given out, `spare`.
-        most: sequences of a step at most. context: slots of a sequence at most.
+        most: sequences of a step at most. queries: rows of each at most. context: slots of a sequence at most.
         record: see `recorder_for`. fixed: record the operators of the invariant mode.
 
     Attributes:
@@ -172,11 +179,12 @@ class Graphs:
         most: int,
         context: int,
         record: Recorder,
+        queries: int = 1,
         fixed: bool = False,
     ) -> None:
-        self._fixed = fixed
+        self._fixed, self._queries = fixed, queries
         self._model, self._cache, self._spare, self._record = model, cache, spare, record
-        longest = -(-context // cache.size)
+        longest = -(-(context + queries - 1) // cache.size)
         self._rows = [*(n for n in ROWS if n < most), min(most, ROWS[-1])]
         self._pages = [*(n for n in PAGES if n < longest), longest]
         self._steps: dict[tuple[int, int, int], _Step] = {}
@@ -184,10 +192,10 @@ class Graphs:
         self.replayed = 0
 
     def __call__(self, runs: Sequence[Run], ids: Sequence[Sequence[int]]) -> Outputs | None:
-        """The trunk's hidden states [n * queries, D] after the final norm and their logits, valid until the next step;
-        None if this step has to be run plainly."""
-        queries, slots = runs[0].count, max(run.start + run.count for run in runs)
-        odd = queries > MOST_QUERIES or any(run.count != queries for run in runs)
+        """The trunk's hidden states [N, D] of all runs' rows after the final norm, and their logits, valid until the
+        next step; None if this step has to be run plainly."""
+        queries, slots = self._queries, max(run.start for run in runs) + self._queries
+        odd = queries > MOST_QUERIES or any(run.count > queries for run in runs)
         if self._broken or odd or len(runs) > self._rows[-1] or slots > self._pages[-1] * self._cache.size:
             return None
         rows = next(n for n in self._rows if n >= len(runs))
@@ -198,12 +206,18 @@ class Graphs:
         self.replayed += 1
         return step(runs, ids)
 
-    def warm(self, queries: int) -> None:
-        """Record every number of sequences, `queries` rows each, at the shortest tables: what has to be compiled is
-        compiled now, and not under the first requests."""
+    def warm(self) -> None:
+        """Record every number of sequences at the shortest tables: what has to be compiled is compiled now, and not
+        under the first requests."""
+        if self._queries > MOST_QUERIES:
+            return
         for rows in self._rows:
-            if self._step((rows, queries, self._pages[0])) is None:
+            if self._step((rows, self._queries, self._pages[0])) is None:
                 return
+
+    def forget(self) -> None:
+        """Give the recordings up, on all devices."""
+        self._steps.clear()
 
     def _step(self, shape: tuple[int, int, int]) -> _Step | None:
         """The recorded step of a shape, recorded now if need be; None if it cannot be."""

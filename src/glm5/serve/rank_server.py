@@ -22,7 +22,7 @@ import sys
 import tempfile
 import time
 from contextlib import ExitStack, suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, NoReturn
 
 from glm5.model.config import ModelConfig
@@ -108,7 +108,8 @@ def run(options: RankOptions, http: HttpOptions) -> int:
             return 0
         tokenizer = load_tokenizer(options.checkpoint)
         leader = Leader(member, lambda what: _lost(world, what))
-        engine = Engine(model, replace(options.engine, cuda_graphs=False), tokenizer, ranks=leader)
+        engine = Engine(model, options.engine, tokenizer, ranks=leader)
+        engine.warm()
         runner = Runner(engine, tokenizer, options.name)
         one = _Leading(world, leader, engine, runner, front)
         if world.main:

@@ -36,7 +36,9 @@ from glm5.model.weights import assign_tensors, load_model, public_tensors
 from glm5.parallel.inference import Share
 from glm5.parallel.mesh import World
 from glm5.serve.client import WeightUpdate
+from glm5.serve.graphs import Graphs, Outputs
 from glm5.serve.lockstep import Kind, Lockstep
+from glm5.serve.rank_graphs import LedGraphs, graphs_of
 from glm5.serve.split import SplitBatch
 from glm5.serve.weights import WeightSource
 from glm5.utils.errors import CheckpointError, UserError
@@ -74,6 +76,7 @@ class Member:
         self.peers = _own_group(parts, world, timedelta(seconds=LOAD_SECONDS))
         self.everyone = self.tensor if mesh.cp == 1 else _own_group(engines, world, None)
         self.cache: PagedCache | None = None
+        self.graphs: Graphs | None = None
         self._store = WeightSource(model)
         if model.device.type == "cuda":
             model.lay_out()
@@ -136,6 +139,26 @@ class Member:
     def resume_pages(self) -> None:
         """See `PagedCache.resume`."""
         PagedCache.resume(self._cache)
+
+    def record(self, limits: Mapping[str, Any]) -> None:
+        """Begin to record steps."""
+        self.graphs = graphs_of(self, **limits)
+
+    @torch.inference_mode()
+    def warm(self) -> None:
+        """See `Graphs.warm`."""
+        self._recorded.warm()
+
+    @torch.inference_mode()
+    def recorded(self, runs: Sequence[Run], ids: Sequence[Sequence[int]]) -> Outputs | None:
+        """A decode step from this rank's recording; None if it has to be run plainly, on all ranks."""
+        return self._recorded(runs, ids)
+
+    def forget_recorded(self) -> None:
+        """Give the memory of recordings back."""
+        self.graphs = None
+        if self.model.device.type == "cuda":
+            torch.cuda.empty_cache()
 
     @torch.inference_mode()
     def hidden(
@@ -247,6 +270,11 @@ class Member:
         assert self.cache is not None, "the engine makes pages first"
         return self.cache
 
+    @property
+    def _recorded(self) -> Graphs:
+        assert self.graphs is not None, "the engine begins to record first"
+        return self.graphs
+
     def _sent(self, given: Tensor | None, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         """The leader's tensor, on every rank of the engine."""
         if self.everyone.size() == 1:
@@ -294,6 +322,8 @@ class Leader:
         self.model.leader = self.model.lm_head.leader = self  # type: ignore[assignment]
         self.weights: WeightSource = LedWeights(self)
         self.pages: Callable[..., PagedCache] = self._make_pages
+        # Exchanges of spread experts have sizes that the host must know: such steps cannot be recorded.
+        self.graphs: Callable[..., Graphs] | None = self._make_graphs if share.ep == 1 else None
         mesh = member.share.world.mesh
         self.sizes: Mapping[str, int] = {"tp": mesh.tp, "cp": mesh.cp, "dp": mesh.dp, "ep": mesh.ep}
 
@@ -322,6 +352,10 @@ class Leader:
         cache.__class__ = LedCache
         cache.leader = self  # type: ignore[attr-defined]
         return cache
+
+    def _make_graphs(self, model: GLM5, cache: PagedCache, *, record: Any, **limits: Any) -> Graphs:
+        """As `Graphs`, of every rank's own part."""
+        return LedGraphs(self, **limits)
 
     def close(self) -> None:
         """Let the followers go. Where experts are spread, this returns when all leaders close."""
