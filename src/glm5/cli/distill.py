@@ -3,8 +3,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
+from glm5.cli.launch import several, spoken_once
 from glm5.cli.pretrain import describe
 from glm5.utils.config_io import parse, to_dict
 
@@ -15,23 +16,29 @@ teacher finds likely of them. docs/post-training.md says more."""
 
 
 def main(argv: Sequence[str]) -> int:
-    """Parse `argv` (without the command's name) and run. Returns 0."""
+    """Parse `argv` (without the command's name) and run. Returns 0, or what a process of several returned."""
+    return spoken_once(lambda say: _main(argv, say))
+
+
+def _main(argv: Sequence[str], say: Callable[[str], None]) -> int:
     from glm5.posttrain import reason
     from glm5.posttrain.distill import DistillConfig, distill, resolve
 
     config, _ = resolve(parse(DistillConfig, argv, prog="glm5 distill", description=DESCRIPTION, first="checkpoint"))
+    if not config.dry_run and (status := several("distill", config, argv)) is not None:
+        return status
     for line in describe(to_dict(config)):
-        print(line)
+        say(line)
     if config.dry_run:
         for line in reason.describe(reason.prepare_prompts(config.prompts, config.learn.seed)):
-            print(line)
+            say(line)
         answers = config.learn.steps * config.rollout.prompts * config.rollout.group
-        print(f"dry run: nothing was kept. A run learns from {answers:,} answers, in {config.run}")
+        say(f"dry run: nothing was kept. A run learns from {answers:,} answers, in {config.run}")
         return 0
-    found = distill(config)
-    print(f"learned   {found.steps:,} steps from {found.prompts:,} prompts")
+    found = distill(config, say)
+    say(f"learned   {found.steps:,} steps from {found.prompts:,} prompts")
     for domain, after in found.held_out.get("after", {}).items():
-        print(f"held out  {domain}: {found.held_out['before'].get(domain, 0.0):.1%} before, {after:.1%} after")
-    print(f"run       {found.run}  (metrics.jsonl, samples.jsonl; `glm5 watch {found.run}` draws it)")
-    print(f"next      glm5 chat {found.model}")
+        say(f"held out  {domain}: {found.held_out['before'].get(domain, 0.0):.1%} before, {after:.1%} after")
+    say(f"run       {found.run}  (metrics.jsonl, samples.jsonl; `glm5 watch {found.run}` draws it)")
+    say(f"next      glm5 chat {found.model}")
     return 0

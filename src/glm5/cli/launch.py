@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 from glm5.utils.errors import UserError
 
 if TYPE_CHECKING:
-    from glm5.train.together import MeshConfig
+    from glm5.train.together import ProcessConfig
 
 
 def first() -> bool:
@@ -35,7 +35,7 @@ def spoken_once(act: Callable[[Callable[[str], None]], int]) -> int:
         return 130
 
 
-def several(command: str, config: MeshConfig, argv: Sequence[str]) -> int | None:
+def several(command: str, config: ProcessConfig, argv: Sequence[str]) -> int | None:
     """The exit status of `glm5 COMMAND argv` in the processes of its mesh, which are started here.
 
     None where it is to run in this process: it is alone, or one of them.

@@ -8,21 +8,24 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
+from glm5.cli.launch import several, spoken_once
 from glm5.cli.pretrain import describe
 from glm5.utils.config_io import parse, to_dict
 from glm5.utils.errors import UserError
 
 if TYPE_CHECKING:
-    from glm5.posttrain.general import GeneralConfig
     from glm5.posttrain.prompts import Prompt
-    from glm5.posttrain.reason import Reader, ReasonConfig, Reasoned
+    from glm5.posttrain.reason import LoopConfig, Reader, Reasoned
     from glm5.posttrain.rollouts import Judges
     from glm5.posttrain.verify.pool import VerifierPool
+
+Say = Callable[[str], None]
 
 DESCRIPTION = """Reinforcement learning from verified answers: glm5 rl reason CHECKPOINT [options].
 
 Prompts are JSONL rows of prompt, answer, verifier, domain (--prompts.data FILE ...; docs/post-training.md says what
-else they may hold), or tasks of reasoning-gym made on the spot (--prompts.tasks). The loss is the report's Eq. 1."""
+else they may hold), or tasks of reasoning-gym made on the spot (--prompts.tasks). The loss is the report's Eq. 1.
+--mesh dp=N runs it on N devices of this host; --rollout.tool python lets answers run code in the sandbox."""
 
 GENERAL = """Reinforcement learning from rules, a reward model and a judge: glm5 rl general CHECKPOINT [options].
 
@@ -59,42 +62,54 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _reason(arguments: list[str]) -> int:
+    return spoken_once(lambda say: _reason_here(arguments, say))
+
+
+def _reason_here(arguments: list[str], say: Say) -> int:
     from glm5.posttrain.reason import ReasonConfig, reason, resolve
 
     config, _ = resolve(
         parse(ReasonConfig, arguments, prog="glm5 rl reason", description=DESCRIPTION, first="checkpoint")
     )
+    if not config.dry_run and (status := several("rl", config, ["reason", *arguments])) is not None:
+        return status
     for line in describe(to_dict(config)):
-        print(line)
+        say(line)
     if config.dry_run:
         dry_run(config)
         return 0
-    said(reason(config))
+    said(reason(config, say), say)
     return 0
 
 
 def _general(arguments: list[str]) -> int:
+    return spoken_once(lambda say: _general_here(arguments, say))
+
+
+def _general_here(arguments: list[str], say: Say) -> int:
     from glm5.posttrain.general import GeneralConfig, general, hybrid_reward, read_general, resolve
 
     config, _ = resolve(
         parse(GeneralConfig, arguments, prog="glm5 rl general", description=GENERAL, first="checkpoint")
     )
+    if not config.dry_run and (status := several("rl", config, ["general", *arguments])) is not None:
+        return status
     for line in describe(to_dict(config)):
-        print(line)
+        say(line)
     if config.dry_run:
         dry_run(config, read_general, lambda pool, prompts: hybrid_reward(config, pool, prompts))
         return 0
-    said(general(config))
+    said(general(config, say), say)
     return 0
 
 
-def said(found: Reasoned) -> None:
+def said(found: Reasoned, say: Say) -> None:
     """What came of a run, and what to do next."""
-    print(f"learned   {found.steps:,} steps from {found.prompts:,} prompts: {counts(found.states)}")
+    say(f"learned   {found.steps:,} steps from {found.prompts:,} prompts: {counts(found.states)}")
     for domain, after in found.held_out.get("after", {}).items():
-        print(f"held out  {domain}: {found.held_out['before'].get(domain, 0.0):.1%} before, {after:.1%} after")
-    print(f"run       {found.run}  (metrics.jsonl, samples.jsonl, rollouts.html; `glm5 watch {found.run}` draws it)")
-    print(f"next      glm5 chat {found.model}")
+        say(f"held out  {domain}: {found.held_out['before'].get(domain, 0.0):.1%} before, {after:.1%} after")
+    say(f"run       {found.run}  (metrics.jsonl, samples.jsonl, rollouts.html; `glm5 watch {found.run}` draws it)")
+    say(f"next      glm5 chat {found.model}")
 
 
 def _agent(arguments: list[str]) -> int:
@@ -126,7 +141,7 @@ def counts(states: dict[str, int]) -> str:
 
 
 def dry_run(
-    config: ReasonConfig | GeneralConfig,
+    config: LoopConfig,
     read: Reader | None = None,
     judges: Callable[[VerifierPool, Sequence[Prompt]], Judges] | None = None,
 ) -> None:
@@ -138,18 +153,18 @@ def dry_run(
     from glm5.model.weights import load_model
     from glm5.posttrain import reason
     from glm5.posttrain.prompts import read_prompts
-    from glm5.posttrain.rollouts import Rollouts, figures
-    from glm5.text.tokenizer import load_tokenizer
+    from glm5.posttrain.rollouts import figures
+    from glm5.train.ranks import Ranks
 
     prompts = reason.prepare_prompts(config.prompts, config.learn.seed, read or read_prompts)
     for line in reason.describe(prompts):
         print(line)
     model = load_model(config.checkpoint, device=config.device, dtype="float32")
     everyone = [*prompts.train, *prompts.held_out]
-    with reason.verifier_pool(config.rollout, everyone) as pool:
-        rollouts = Rollouts(model, load_tokenizer(config.checkpoint), config.rollout, pool, seed=config.learn.seed)
+    with reason.rollouts_of(config, model, everyone, everyone, Ranks()) as rollouts:
         if judges is not None:
-            rollouts.judges = judges(pool, everyone)
+            assert rollouts.pool is not None
+            rollouts.judges = judges(rollouts.pool, everyone)
         longest = rollouts.refuse_long(everyone)
         groups = rollouts.draw([(0, prompts.order.prompts(0, 1)[0])])
         rollouts.judge(groups)

@@ -13,11 +13,12 @@ import math
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal
-
-from torch import Tensor
+from typing import TYPE_CHECKING, Literal
 
 from glm5.utils.errors import ConfigError
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 Baseline = Literal["std", "mean", "leave_one_out"]
 

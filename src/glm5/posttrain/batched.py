@@ -2,6 +2,8 @@
 
     RUN/samples.jsonl    a line a prompt (`samples`)
 
+On several ranks each draws its share of the prompts with an engine of its own (`rollouts`); all then hold all answers.
+
 Read next: `reason`, `distill`, `rollouts`.
 """
 
@@ -13,6 +15,8 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
+
+from torch import Tensor
 
 from glm5.model.glm5 import GLM5
 from glm5.posttrain.learner import Batch, LearnConfig, Learner
@@ -37,11 +41,11 @@ class BatchedLearner(Learner):
     def __init__(
         self, config: LearnConfig, model: GLM5, loss: LossConfig, rollouts: Rollouts, directory: Path, data: str
     ) -> None:
-        super().__init__(config, model, loss, directory, data, rollouts.engine.vocab_size)
+        super().__init__(config, model, loss, directory, data, rollouts.engine.vocab_size, rollouts.ranks)
         self.rollouts = rollouts
         if rollouts.config.topk == "racing":
             model.race(config.seed)
-        self.ledger = SampleLedger(directory)
+        self.ledger = SampleLedger(directory, writes=self.ranks.main)
 
     def draw(self) -> tuple[dict[str, Any], Sequence[Group]]:
         """Draw, and learn; the metrics, and all groups for the ledger."""
@@ -51,7 +55,8 @@ class BatchedLearner(Learner):
         """Nobody is waited for, so that a stop waits for the step."""
         self.rollouts.seconds.clear()
         metrics, groups = self.draw()
-        self.ledger.add(self.finished_steps + 1, [g.record() for g in groups])
+        records = [g.record() for g in groups]
+        self.ranks.together(lambda: self.ledger.add(self.finished_steps + 1, records))
         return metrics
 
     def learn_groups(self, groups: Sequence[Group], prepare: Prepare | None = None) -> dict[str, float]:
@@ -70,18 +75,22 @@ class BatchedLearner(Learner):
             rows = self.rows(trajectories)
             rows = prepare(rows, share) if prepare else rows
             # The first update's old policy is the one that learns; the others' must be remembered.
-            old_BT = score(self.model, rows, micro_batch=self.config.micro_batch) if part else None
+            old_BT = self.score(rows) if part else None
             batches.append(Batch(rows, len(trajectories), old_BT))
         return self.learn(batches)
 
+    def score(self, rows: PolicyRows) -> Tensor:
+        """log π of every action under the weights of now: see `update.score`."""
+        return score(self.model, rows, micro_batch=self.config.micro_batch, ranks=self.ranks)
+
     def push(self) -> None:
-        self.rollouts.push(self.model, self.finished_steps)
+        self.rollouts.push(self.whole(), self.finished_steps)
 
     def kept(self) -> dict[str, Any]:
         return {"prompts": self.ledger.next}
 
     def rewind(self, state: Mapping[str, Any]) -> None:
-        self.ledger.resume(self.finished_steps, state.get("prompts", 0))
+        self.ranks.together(lambda: self.ledger.resume(self.finished_steps, state.get("prompts", 0)))
 
     def figures(self) -> dict[str, Any]:
         times = {f"time/{name}": s for name, s in self.rollouts.seconds.items()}

@@ -22,10 +22,8 @@ from glm5.model.weights import load_model
 from glm5.posttrain.advantage import distillation_advantages
 from glm5.posttrain.batched import BatchedLearner, digest
 from glm5.posttrain.divergence import DivergenceUpdate
-from glm5.posttrain.learner import LearnConfig
-from glm5.posttrain.losses import LossConfig, glm5_reasoning
 from glm5.posttrain.prompts import PromptOrder
-from glm5.posttrain.reason import Plan, PromptConfig, Prompts, learned, model_config
+from glm5.posttrain.reason import LoopConfig, Plan, Prompts, learned, model_config
 from glm5.posttrain.rollouts import Group, RolloutConfig, Rollouts, figures
 from glm5.posttrain.rows import PolicyRows
 from glm5.posttrain.update import score
@@ -40,33 +38,21 @@ ROUNDING = 1e-5
 
 
 @dataclass(frozen=True)
-class DistillConfig:
+class DistillConfig(LoopConfig):
     """Distillation on the policy's own answers, from a teacher for each domain."""
 
-    checkpoint: str = ""
-    """The model to begin with: a directory in the public layout, with its tokenizer."""
-    teachers: tuple[str, ...] = ()
-    """DOMAIN=CHECKPOINT of every domain; one checkpoint may teach several."""
     run: str = "runs/distill"
     """Directory of the run. An interrupted run goes on when the same command is given again."""
-    prompts: PromptConfig = field(default_factory=PromptConfig)
     rollout: RolloutConfig = field(default_factory=lambda: RolloutConfig(prompts=1024, group=1))
-    learn: LearnConfig = field(default_factory=LearnConfig)
-    loss: LossConfig = field(default_factory=glm5_reasoning)
+    teachers: tuple[str, ...] = ()
+    """DOMAIN=CHECKPOINT of every domain; one checkpoint may teach several."""
     divergence: Literal["drawn", "full"] = "drawn"
     """drawn: the advantage of each token drawn, as the report; full: the reverse KL of the whole distributions."""
     top: int = 0
     """With full: sum over so many of the policy's likeliest ids, and all others as one; 0 is over all."""
-    device: str = "auto"
-    """cpu, cuda or cuda:N; auto is a GPU where there is one."""
-    eval_every: int = 20
-    """Steps between measurements of the held-out prompts, which are also measured before and after."""
-    dry_run: bool = False
-    """Read and check the prompts and teachers, print what would be done, and keep nothing."""
 
     def __post_init__(self) -> None:
-        if self.eval_every < 0:
-            raise ConfigError("eval_every", self.eval_every, "must be at least 0")
+        super().__post_init__()
         if self.top < 0 or (self.top and self.divergence == "drawn"):
             raise ConfigError("top", self.top, "must be at least 0, and belongs to divergence=full")
         if self.divergence == "full" and self.learn.indexer_weight:
@@ -119,14 +105,14 @@ class Distiller(BatchedLearner):
         domains = [g.prompt.domain for g in groups for _ in g.learned]
         number_S = torch.tensor([list(self.teachers).index(d) for d in domains], device=rows.rollout_BT.device)
         teacher_BT = torch.where(rows.rollout_BT < 0, -1, number_S[rows.rollout_BT.clamp(min=0)])
-        own_BT = score(self.model, rows, micro_batch=micro)
+        own_BT = self.score(rows)
         advantages_BT = torch.zeros_like(rows.advantages_BT)
         for domain in dict.fromkeys(domains):
             mask_BT = rows.mask_BT & (teacher_BT == list(self.teachers).index(domain))
             held = mask_BT.any(1).nonzero().squeeze(1)  # a teacher reads no row without its domain
             mine = replace(rows.without_replay(), mask_BT=mask_BT).take(held.tolist())
             theirs_BT = torch.zeros_like(own_BT)
-            theirs_BT[held] = score(self.teachers[domain], mine, micro_batch=micro)
+            theirs_BT[held] = score(self.teachers[domain], mine, micro_batch=micro, ranks=self.ranks)
             found_BT = distillation_advantages(theirs_BT, own_BT)
             found_BT = torch.where(mask_BT & (found_BT.abs() > ROUNDING), found_BT, 0.0)
             advantages_BT += found_BT
@@ -194,5 +180,5 @@ def distill(config: DistillConfig, say: Say = print) -> Distilled:
     with learned(config, "distill", plan, say) as (learner, path, held_out):
         found = Distilled(Path(config.run), path, learner.finished_steps, learner.ledger.next, held_out)
         result = {"steps": found.steps, "prompts": found.prompts, "held_out": found.held_out}
-        write_json(found.run / "result.json", result)
+        learner.ranks.on_main(lambda: write_json(found.run / "result.json", result))
     return found

@@ -101,7 +101,7 @@ class DivergenceUpdate(PolicyUpdate):
 
     def __init__(self, base: PolicyUpdate, teachers: Sequence[GLM5], top: int) -> None:
         settings: dict[str, Any] = dict(micro_batch=base.micro_batch, clip=base.clip, sparse=base.sparse)
-        super().__init__(base.model, base.optimizer, base.loss, **settings, ranks=base.ranks)
+        super().__init__(base.model, base.optimizer, base.loss, **settings, ranks=base.ranks, holdings=base.holdings)
         self.teachers, self.top = teachers, top
 
     def __call__(
@@ -120,10 +120,10 @@ class DivergenceUpdate(PolicyUpdate):
             ones_A = torch.ones_like(apart_A)
             weights_A = counts.weights(self.loss, ones_A, part.rollout_BT.flatten()[at_A]).to(kl_A.dtype)
             loss = (weights_A * kl_A.where(apart_A, 0.0)).sum()
-            loss.backward()
-            with torch.no_grad():
+            with torch.no_grad():  # before the backward pass, which lets go of a head that lies over several ranks
                 actions = part.actions(part.found(self.model, hidden_AD, at_A, with_entropy=True))
                 metrics.add(policy_loss(self.loss, actions, counts).metrics)
+            loss.backward()
             total, moving = total + float(loss.detach()), moving + float(apart_A.sum())
         total, moving = self.everyone(total, moving)
         metrics.over(self.ranks)

@@ -23,10 +23,18 @@ from glm5.model.config import ModelConfig
 from glm5.model.glm5 import GLM5
 from glm5.posttrain.batched import BatchedLearner, digest
 from glm5.posttrain.jsonl import read_rows
-from glm5.posttrain.learner import LearnConfig
-from glm5.posttrain.losses import LossConfig, glm5_reasoning
 from glm5.posttrain.prompts import Prompt, prompt_from_row, require_unique
-from glm5.posttrain.reason import Plan, PromptConfig, Prompts, Reasoned, Reasoner, learned, model_config
+from glm5.posttrain.reason import (
+    LoopConfig,
+    Plan,
+    PromptConfig,
+    Prompts,
+    Reasoned,
+    Reasoner,
+    learned,
+    model_config,
+    reasoned,
+)
 from glm5.posttrain.reward.data import answered
 from glm5.posttrain.reward.hybrid import GENERAL, RULES, Hybrid, RewardConfig
 from glm5.posttrain.reward.judge import Judge
@@ -34,7 +42,7 @@ from glm5.posttrain.reward.model import Scorer, fingerprint
 from glm5.posttrain.reward.monitors import MonitorConfig, Monitors, Watched
 from glm5.posttrain.reward.rubric import load_rubric
 from glm5.posttrain.reward.rules import require_rules
-from glm5.posttrain.rollouts import Group, RolloutConfig, Rollouts
+from glm5.posttrain.rollouts import Group, Rollouts
 from glm5.posttrain.verify.pool import VerifierPool
 from glm5.train.prepare import Say
 from glm5.utils.devices import resolve_device
@@ -50,32 +58,14 @@ JUDGE_MAY_DIFFER |= {"max_calls", "max_tokens"}
 
 
 @dataclass(frozen=True)
-class GeneralConfig:
+class GeneralConfig(LoopConfig):
     """Reinforcement learning from rules, a reward model and a judge."""
 
-    checkpoint: str = ""
-    """The model to begin with: a directory in the public layout, with its tokenizer."""
     run: str = "runs/general"
     """Directory of the run. An interrupted run goes on when the same command is given again."""
     prompts: PromptConfig = field(default_factory=lambda: PromptConfig(tasks=()))
     reward: RewardConfig = field(default_factory=RewardConfig)
     monitors: MonitorConfig = field(default_factory=MonitorConfig)
-    rollout: RolloutConfig = field(default_factory=RolloutConfig)
-    learn: LearnConfig = field(default_factory=LearnConfig)
-    loss: LossConfig = field(default_factory=glm5_reasoning)
-    device: str = "auto"
-    """cpu, cuda or cuda:N; auto is a GPU where there is one."""
-    eval_every: int = 20
-    """Steps between measurements of the held-out prompts, which are also measured before and after."""
-    page_every: int = 20
-    """Steps between pages of sampled rollouts, RUN/rollouts.html; 0 writes none."""
-    dry_run: bool = False
-    """Read and check the prompts, draw and judge one group, print what would be done, and keep nothing."""
-
-    def __post_init__(self) -> None:
-        for name in ("eval_every", "page_every"):
-            if getattr(self, name) < 0:
-                raise ConfigError(name, getattr(self, name), "must be at least 0")
 
 
 # ---------------------------------------------------------------------------------------------------- prompts
@@ -111,7 +101,7 @@ def general_row(row: Mapping[str, Any], number: int) -> Prompt:
 class Generalist(Reasoner):
     """A learner whose groups a hybrid reward judges, watched by monitors."""
 
-    hybrid: Hybrid
+    hybrid: Hybrid | None = None  # on the main rank, which judges
     monitors: Monitors
 
     def rewind(self, state: Mapping[str, Any]) -> None:
@@ -121,20 +111,17 @@ class Generalist(Reasoner):
         self.monitors.restore(r for r in records if 1 <= r["step"] <= self.finished_steps)
 
     def draw(self) -> tuple[dict[str, Any], Sequence[Group]]:
-        self.hybrid.judgements.clear()
+        if self.hybrid is not None:
+            self.hybrid.judgements.clear()
         metrics, groups = super().draw()
-        return {
-            **metrics,
-            **part_figures(groups),
-            **judge_figures(self.hybrid),
-            **self.monitors.watch(seen(groups)),
-        }, groups
+        judge = {} if self.hybrid is None else judge_figures(self.hybrid)
+        return {**metrics, **part_figures(groups), **judge, **self.monitors.watch(seen(groups))}, groups
 
     def shown(self, metrics: dict[str, Any]) -> dict[str, float]:
         return {**super().shown(metrics), **({"alerts": metrics["alerts"]} if metrics.get("alerts") else {})}
 
     def figures(self) -> dict[str, Any]:
-        judge = self.hybrid.judge
+        judge = None if self.hybrid is None else self.hybrid.judge
         spent = {} if judge is None else {"judge/calls": judge.endpoint.calls, "judge/tokens": judge.endpoint.tokens}
         return {**super().figures(), **spent}
 
@@ -238,11 +225,16 @@ def general(config: GeneralConfig, say: Say = print) -> Reasoned:
 
     def plan(prompts: Prompts) -> Plan:
         everyone = [*prompts.train, *prompts.held_out]
-        keep_reward(run, config, everyone)
 
         def make(model: GLM5, rollouts: Rollouts) -> BatchedLearner:
-            assert rollouts.pool is not None
-            rollouts.judges = hybrid = hybrid_reward(config, rollouts.pool, everyone, run / JOURNAL)
+            def judges() -> Hybrid:
+                assert rollouts.pool is not None
+                keep_reward(run, config, everyone)
+                return hybrid_reward(config, rollouts.pool, everyone, run / JOURNAL)
+
+            hybrid = rollouts.ranks.on_main(judges)
+            if hybrid is not None:
+                rollouts.judges = hybrid
             learner = Generalist(config.learn, model, config.loss, rollouts, run, digest(prompts.train))
             learner.order, learner.pages = prompts.order, config.page_every
             learner.hybrid, learner.monitors = hybrid, Monitors(config.monitors)
@@ -251,10 +243,5 @@ def general(config: GeneralConfig, say: Say = print) -> Reasoned:
         return everyone, make
 
     with learned(config, "general", plan, say, read_general, JUDGE_MAY_DIFFER) as (learner, path, held_out):
-        states = dict(learner.ledger.states)
-        found = Reasoned(run, path, learner.finished_steps, learner.ledger.next, held_out, states)
-        write_json(
-            run / "result.json",
-            {"steps": found.steps, "prompts": found.prompts, "held_out": found.held_out, "states": found.states},
-        )
+        found = reasoned(learner, path, held_out)
     return found

@@ -6,7 +6,8 @@
     RUN/model/           the result in the public layout
 
 A step is a number of updates, then new weights for the engines, whose version is the number of steps. Subclasses say
-where its samples come from: `batched` draws them itself, `agent` takes them as they come. A step is a function of what
+where its samples come from: `batched` draws them itself, `agent` takes them as they come. On several ranks the policy
+lies over them as in pre-training, and each reads its share of a batch's rows. A step is a function of what
 a checkpoint and the run's ledger hold, so a run that was killed ends in the same bytes as one that was not. Weights are
 trained in fp32, and the engine has the same ones. The MTP block rests, and so do the indexers unless they are told to
 learn: the policy's loss has no gradient for either. Source: report, sections 3.2, 3.5 and 4.1. Read next: `batched`,
@@ -34,8 +35,9 @@ from glm5.train.checkpoint import CheckpointStore
 from glm5.train.drive import Asked, drive
 from glm5.train.optim import MuonSplit, first_nonfinite, parameter_roles
 from glm5.train.random_state import seed_random_state
-from glm5.train.ranks import Ranks
+from glm5.train.ranks import PipelineOptions, Ranks
 from glm5.train.schedule import LearningRate
+from glm5.train.state import TrainState
 from glm5.utils.errors import CheckpointError, ConfigError, DataError
 
 # What a resumed run may change: where things lie, how much is measured and how often, how fast things are done.
@@ -96,26 +98,38 @@ class Learner:
     Args:
         model: trained in place, in fp32. loss: which. vocab_size: ids below it could be drawn.
         directory: of the run. data: a digest of what is learned from, so that a run is not resumed on other data.
+        ranks: that learn together, each with the same whole model; it is laid out over them.
 
     Attributes:
         measure: figures of held-out tasks, made before the first step, every `measure_every` steps and at the end.
     """
 
     def __init__(
-        self, config: LearnConfig, model: GLM5, loss: LossConfig, directory: Path, data: str, vocab_size: int
+        self,
+        config: LearnConfig,
+        model: GLM5,
+        loss: LossConfig,
+        directory: Path,
+        data: str,
+        vocab_size: int,
+        ranks: Ranks | None = None,
     ) -> None:
         if model.dtype != torch.float32:
             raise ConfigError("dtype", str(model.dtype), "a policy is trained in float32")
         self.config, self.model, self.directory, self.data = config, model, directory, data
-        self.vocab_size = vocab_size
+        self.vocab_size, self.ranks = vocab_size, ranks or Ranks()
         model.train()
         if not config.indexer_weight:
             freeze_indexers(model)
+        self.ranks.place(model, PipelineOptions())
+        roles = parameter_roles(model, model.config)
+        holdings = self.ranks.holdings([role.parameter for role in roles])
         self.optimizer = MuonSplit(
-            parameter_roles(model, model.config),
+            roles,
             config.lr.at(0, config.steps),
             weight_decay=config.weight_decay,
             momentum=config.momentum,
+            holdings=holdings,
         )
         self.update = PolicyUpdate(
             model,
@@ -124,9 +138,11 @@ class Learner:
             micro_batch=config.micro_batch,
             clip=config.clip,
             indexer_weight=config.indexer_weight,
+            ranks=self.ranks,
+            holdings=holdings,
         )
-        self.ranks = Ranks()
-        self.store = CheckpointStore(directory / "checkpoints", config.keep)
+        self.state = TrainState(model, None, self.ranks, self.optimizer, {})
+        self.store = self.ranks.store(directory / "checkpoints", config.keep, self.state.places)
         self.measure: Callable[[], dict[str, Any]] | None = None
         self.measure_every = 0
         self.finished_steps = 0
@@ -176,9 +192,12 @@ class Learner:
     # ------------------------------------------------------------------ state
     def save(self, store: CheckpointStore | None = None) -> Path:
         """Write a checkpoint of everything that the next step depends on."""
-        tensors = {"model": dict(self.model.state_dict()), "optimizer": self.optimizer.named_state()}
+        tensors = {"model": self.state.weights(), "optimizer": self.optimizer.named_state()}
         state = {"tokens": self.tokens, "skipped": self.update.skipped, "data": self.data, **self.kept()}
-        return (store or self.store).save(self.finished_steps, tensors, state)
+        store = store or self.store
+        path = store.save(self.finished_steps, tensors, state)
+        store.wait()  # what several ranks write in the background, they would tell each other beside the next step
+        return path
 
     def resume(self) -> list[str]:
         """Go on from the newest whole checkpoint, or begin; the engines have the weights then. Returns warnings about
@@ -213,11 +232,11 @@ class Learner:
 
     def another_store(self, directory: Path) -> CheckpointStore:
         """For one checkpoint elsewhere."""
-        return CheckpointStore(directory, 1)
+        return self.ranks.store(directory, 1, self.state.places)
 
     def bad_weight(self) -> str | None:
-        """The first parameter that is not finite."""
-        bad = first_nonfinite(self.model.named_parameters())
+        """The first parameter of this rank that is not finite."""
+        bad = first_nonfinite((n, self.ranks.local(p)) for n, p in self.model.named_parameters())
         return bad and f"parameter {bad}"
 
     # ------------------------------------------------------------------ all of it
@@ -227,6 +246,7 @@ class Learner:
 
     def advance(self, stop: Asked) -> dict[str, Any] | None:
         """One step, and its weights to the engines."""
+        self.ranks.at(self.finished_steps, "0 rollouts and updates")
         metrics = self.step(stop)
         if metrics is None:
             return None
@@ -270,9 +290,18 @@ class Learner:
 
     def export(self, tokenizer: Tokenizer) -> Path:
         """Write the model in the public layout."""
-        path = self.directory / "model"
-        save_model(self.model, path, tokenizer=tokenizer, overwrite=True)
+        path, model = self.directory / "model", self.state.whole_model()
+        self.ranks.on_main(lambda: save_model(model, path, tokenizer=tokenizer, overwrite=True))
         return path
+
+    def whole(self) -> GLM5:
+        """The model with all weights on every rank; all call this."""
+        if self.ranks.alone:
+            return self.model
+        with torch.device("meta"):
+            full = GLM5(self.model.config, seed=None)
+        full.load_state_dict({n: self.ranks.whole(t) for n, t in self.state.weights().items()}, assign=True)
+        return full
 
 
 SHOWN = (

@@ -15,7 +15,9 @@ from torch import Tensor
 
 from glm5.model.glm5 import GLM5
 from glm5.posttrain.rows import PolicyRows
+from glm5.posttrain.update import free
 from glm5.text.tokenizer import Tokenizer
+from glm5.train.ranks import Ranks
 from glm5.utils.files import write_text
 
 _STYLE = "body{font-family:sans-serif;margin:2em}pre{white-space:pre-wrap}.given{color:#888}"
@@ -27,14 +29,23 @@ _LEGEND = (
 
 @torch.no_grad()
 def write_page(
-    path: Path, title: str, rows: PolicyRows, model: GLM5, tokenizer: Tokenizer, rewards: Sequence[float]
+    path: Path,
+    title: str,
+    rows: PolicyRows,
+    model: GLM5,
+    tokenizer: Tokenizer,
+    rewards: Sequence[float],
+    ranks: Ranks | None = None,
 ) -> None:
     """Write the page.
 
     Args:
         rows: of rollouts that are numbered from 0. model: the weights that drew them. rewards: of each rollout.
+        ranks: over which the model lies; all call this, and the main one writes.
     """
+    ranks = ranks or Ranks()
     found = rows.logprobs(model, with_entropy=True)
+    free(model, ranks)
     assert found.entropy_N is not None
     trainer_BT, entropy_BT = _spread(rows, found.logprobs_N), _spread(rows, found.entropy_N)
     tokens: dict[int, list[str]] = {n: [] for n in range(len(rewards))}
@@ -59,7 +70,7 @@ def write_page(
         f"<h2>Rollout {n}, reward {rewards[n]:g}</h2><pre>{''.join(shown)}</pre>" for n, shown in tokens.items()
     )
     head = f"<!doctype html><meta charset=utf-8><title>{escape(title)}</title><style>{_STYLE}</style>"
-    write_text(path, f"{head}<h1>{escape(title)}</h1><p>{_LEGEND}</p>\n{body}\n")
+    ranks.on_main(lambda: write_text(path, f"{head}<h1>{escape(title)}</h1><p>{_LEGEND}</p>\n{body}\n"))
 
 
 def _spread(rows: PolicyRows, values_A: Tensor) -> Tensor:

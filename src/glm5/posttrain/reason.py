@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Collection, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -20,6 +20,7 @@ from typing import Any
 from glm5.model.config import ModelConfig
 from glm5.model.glm5 import GLM5
 from glm5.model.weights import load_model
+from glm5.parallel.mesh import Mesh
 from glm5.posttrain.batched import BatchedLearner, digest
 from glm5.posttrain.learner import MAY_DIFFER, LearnConfig, Learner
 from glm5.posttrain.losses import LossConfig, glm5_reasoning
@@ -32,11 +33,12 @@ from glm5.posttrain.verify import gym
 from glm5.posttrain.verify.pool import VerifierPool
 from glm5.text.tokenizer import load_tokenizer
 from glm5.train.prepare import Say
-from glm5.train.together import keep_weights
+from glm5.train.ranks import Ranks
+from glm5.train.together import MESH_MAY_DIFFER, ProcessConfig, claimed, keep_weights, together
 from glm5.utils.config_io import to_dict
 from glm5.utils.devices import resolve_device
 from glm5.utils.errors import CheckpointError, ConfigError, DataError
-from glm5.utils.files import exclusive, read_json, require_writable, write_json
+from glm5.utils.files import read_json, write_json
 from glm5.utils.runlog import CONFIG, refuse_changes
 
 HELD_OUT_SEED = 1_000_003  # added to the seed: held-out tasks are others than those that are learned from
@@ -63,8 +65,8 @@ class PromptConfig:
 
 
 @dataclass(frozen=True)
-class ReasonConfig:
-    """Reinforcement learning from verified answers."""
+class LoopConfig(ProcessConfig):
+    """What is the same for all that draw their own answers: reasoning, general, distillation."""
 
     checkpoint: str = ""
     """The model to begin with: a directory in the public layout, with its tokenizer."""
@@ -74,19 +76,27 @@ class ReasonConfig:
     rollout: RolloutConfig = field(default_factory=RolloutConfig)
     learn: LearnConfig = field(default_factory=LearnConfig)
     loss: LossConfig = field(default_factory=glm5_reasoning)
-    device: str = "auto"
-    """cpu, cuda or cuda:N; auto is a GPU where there is one."""
     eval_every: int = 20
     """Steps between measurements of the held-out prompts, which are also measured before and after."""
     page_every: int = 20
     """Steps between pages of sampled rollouts, RUN/rollouts.html; 0 writes none."""
     dry_run: bool = False
-    """Read and check the prompts, draw one group, print what would be done, and keep nothing."""
+    """Read and check the prompts, print what would be done, and keep nothing; where answers are judged, of one group
+    that is drawn."""
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         for name in ("eval_every", "page_every"):
             if getattr(self, name) < 0:
                 raise ConfigError(name, getattr(self, name), "must be at least 0")
+        mesh = Mesh.parse(self.mesh)
+        if (mesh.pp, mesh.cp, mesh.tp) != (1, 1, 1):
+            raise ConfigError("mesh", self.mesh, "may have dp, and ep and shard, which fold on it")
+
+
+@dataclass(frozen=True)
+class ReasonConfig(LoopConfig):
+    """Reinforcement learning from verified answers."""
 
 
 @dataclass(frozen=True)
@@ -210,7 +220,8 @@ class Reasoner(BatchedLearner):
             rewards += [group.samples[i].reward or 0.0 for i in group.learned]
         title = f"Rollouts of step {self.finished_steps + 1}"
         path = self.directory / "rollouts.html"
-        write_page(path, title, self.rows(trajectories), self.model, self.rollouts.tokenizer, rewards)
+        rows, tokenizer = self.rows(trajectories), self.rollouts.tokenizer
+        write_page(path, title, rows, self.model, tokenizer, rewards, self.ranks)
 
 
 def resolve(config: ReasonConfig) -> tuple[ReasonConfig, ModelConfig]:
@@ -232,6 +243,24 @@ def model_config(checkpoint: str, command: str) -> ModelConfig:
     return ModelConfig.load(checkpoint)
 
 
+@contextmanager
+def rollouts_of(
+    config: LoopConfig, model: GLM5, prompts: Sequence[Prompt], judged: Sequence[Prompt], ranks: Ranks
+) -> Iterator[Rollouts]:
+    """Engine, tool, and on the main rank verifiers of the prompts that are `judged`; all `prompts` must have room.
+
+    Raises:
+        UserError: as `verifier_pool` and `Rollouts.refuse_long`.
+    """
+    with ExitStack() as held:
+        pool = ranks.on_main(lambda: held.enter_context(verifier_pool(config.rollout, judged)))
+        tokenizer, seed = load_tokenizer(config.checkpoint), config.learn.seed
+        rollouts = ranks.together(lambda: Rollouts(model, tokenizer, config.rollout, pool, seed=seed, ranks=ranks))
+        held.enter_context(closing(rollouts))
+        rollouts.refuse_long(prompts)
+        yield rollouts
+
+
 def verifier_pool(config: RolloutConfig, prompts: Sequence[Prompt]) -> VerifierPool:
     """The verifiers of these prompts, loaded.
 
@@ -251,7 +280,7 @@ def begin(run: Path, checkpoint: str, config: Any, may_differ: Collection[str] =
     """Refuse, before anything is loaded, to go on with another configuration or other weights."""
     begun = (run / "checkpoints").exists()
     if begun:
-        refuse_changes(read_json(run / CONFIG), to_dict(config), {*MAY_DIFFER, *may_differ})
+        refuse_changes(read_json(run / CONFIG), to_dict(config), {*MAY_DIFFER, *MESH_MAY_DIFFER, *may_differ})
     keep_weights(checkpoint, run / "weights.json", begun=begun)
 
 
@@ -272,10 +301,16 @@ def reason(config: ReasonConfig, say: Say = print) -> Reasoned:
         return [*prompts.train, *prompts.held_out], make
 
     with learned(config, "reason", plan, say) as (learner, path, held_out):
-        states = dict(learner.ledger.states)
-        found = Reasoned(Path(config.run), path, learner.finished_steps, learner.ledger.next, held_out, states)
-        result = {"steps": found.steps, "prompts": found.prompts, "held_out": found.held_out, "states": found.states}
-        write_json(found.run / "result.json", result)
+        found = reasoned(learner, path, held_out)
+    return found
+
+
+def reasoned(learner: BatchedLearner, path: Path, held_out: dict[str, dict[str, float]]) -> Reasoned:
+    """What came of a run, also written into it."""
+    run, states = learner.directory, dict(learner.ledger.states)
+    found = Reasoned(run, path, learner.finished_steps, learner.ledger.next, held_out, states)
+    result = {"steps": found.steps, "prompts": found.prompts, "held_out": found.held_out, "states": found.states}
+    learner.ranks.on_main(lambda: write_json(run / "result.json", result))
     return found
 
 
@@ -285,7 +320,7 @@ Plan = tuple[Sequence[Prompt], Callable[[GLM5, Rollouts], BatchedLearner]]
 
 @contextmanager
 def learned(
-    config: Any,
+    config: LoopConfig,
     title: str,
     plan: Callable[[Prompts], Plan],
     say: Say,
@@ -296,28 +331,30 @@ def learned(
     of held-out prompts, while the run is still this process's alone.
 
     Args:
-        config: a resolved `ReasonConfig` or `DistillConfig`. plan: called before the policy is loaded. read: as in
-            `prepare_prompts`. may_differ: fields that a resumed run may change, besides those of every run.
+        config: resolved. plan: called before the policy is loaded, on every rank. read: as in `prepare_prompts`.
+            may_differ: fields that a resumed run may change, besides those of every run.
     """
-    run, kept = require_writable(config.run), replace(config, dry_run=False)
-    with exclusive(run / ".rl.lock"):
-        begin(run, config.checkpoint, kept, may_differ)
-        tokenizer = load_tokenizer(config.checkpoint)
-        prompts = prepare_prompts(config.prompts, config.learn.seed, read)
-        for line in describe(prompts):
-            say(line)
-        judged, make = plan(prompts)
-        model = load_model(config.checkpoint, device=config.device, dtype="float32")
-        with verifier_pool(config.rollout, judged) as pool:
-            rollouts = Rollouts(model, tokenizer, config.rollout, pool, seed=config.learn.seed)
-            rollouts.refuse_long([*prompts.train, *prompts.held_out])
-            learner = make(model, rollouts)
-            measure = Measure(run / "held-out.json", lambda: rollouts.success(prompts.held_out), learner)
-            if prompts.held_out:
-                learner.measure, learner.measure_every = measure, config.eval_every
-            learner.run(resolved=kept, title=title, may_differ=may_differ)
-            path = learner.export(tokenizer)
-        yield learner, path, measure.ends()
+    run, kept = Path(config.run), replace(config, dry_run=False)
+    changing = {*MESH_MAY_DIFFER, *may_differ}
+    with together(config, run, ModelConfig.load(config.checkpoint)) as world:
+        ranks = Ranks(world)
+        with claimed(run, ".rl.lock", ranks):
+            ranks.on_main(lambda: begin(run, config.checkpoint, kept, may_differ))
+            prompts = ranks.together(lambda: prepare_prompts(config.prompts, config.learn.seed, read))
+            for line in describe(prompts):
+                say(line)
+            device = config.device if world is None else str(world.device)
+            judged, make = plan(prompts)
+            model = load_model(config.checkpoint, device=device, dtype="float32")
+            everyone = [*prompts.train, *prompts.held_out]
+            with rollouts_of(config, model, everyone, judged, ranks) as rollouts:
+                learner = make(model, rollouts)
+                measure = Measure(run / "held-out.json", lambda: rollouts.success(prompts.held_out), learner)
+                if prompts.held_out:
+                    learner.measure, learner.measure_every = measure, config.eval_every
+                learner.run(resolved=kept, title=title, may_differ=changing)
+                path = learner.export(rollouts.tokenizer)
+            yield learner, path, measure.ends()
 
 
 class Measure:
@@ -325,12 +362,14 @@ class Measure:
 
     def __init__(self, path: Path, success: Callable[[], dict[str, float]], learner: Learner) -> None:
         self.path, self.success, self.learner = path, success, learner
-        self.found: dict[str, dict[str, float]] = read_json(path) if path.exists() and learner.store.list() else {}
+        self.found: dict[str, dict[str, float]] = learner.ranks.from_main(
+            lambda: read_json(path) if path.exists() and learner.store.list() else {}
+        )
 
     def __call__(self) -> dict[str, Any]:
         success = self.success()
         self.found[str(self.learner.finished_steps)] = success
-        write_json(self.path, self.found)
+        self.learner.ranks.on_main(lambda: write_json(self.path, self.found))
         return {f"held_out/{domain}": value for domain, value in success.items()}
 
     def ends(self) -> dict[str, dict[str, float]]:

@@ -5,20 +5,20 @@
 A group's advantages are made here, or the reason why it trains nothing: no verdict on half of it or more
 (`group_dropped`), or equal rewards (`zero_variance`). An answer without a verdict is no 0: it leaves its group, and the
 others take its place as the report's rule has it (`advantage.repair`). What a prompt's answers are is a function of the
-weights, the run's seed and the prompt's number. Source: report, section 3.2. Read next: `reason`.
+weights, the run's seed and the prompt's number; so on several ranks each draws its share, with an engine of its own.
+Source: report, section 3.2. Read next: `reason`.
 """
 
 from __future__ import annotations
 
 import copy
-import hashlib
+import math
 import time
 from collections import Counter, defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-import torch
 from torch import Tensor
 
 from glm5.model.glm5 import GLM5
@@ -30,18 +30,19 @@ from glm5.posttrain.advantage import (
     repaired_advantages,
     reward_figures,
 )
+from glm5.posttrain.drawing import Drawing, offered, prompt_of
 from glm5.posttrain.outcome import State
 from glm5.posttrain.prompts import Prompt
 from glm5.posttrain.pushing import packed, require_arrived
 from glm5.posttrain.rows import Trajectory
+from glm5.posttrain.tools import PythonTool
 from glm5.posttrain.verify.pool import VerifierPool
 from glm5.posttrain.verify.verdict import Verdict
 from glm5.serve.config import EngineConfig
 from glm5.serve.engine import Engine
-from glm5.serve.request import Request, SamplingParams, TokenInfo
-from glm5.text.chat import render
-from glm5.text.parser import parse
+from glm5.serve.request import TokenInfo
 from glm5.text.tokenizer import Tokenizer
+from glm5.train.ranks import Ranks
 from glm5.utils.errors import ConfigError, DataError
 
 
@@ -78,6 +79,15 @@ class RolloutConfig:
     topk: Literal["stable", "racing"] = "stable"
     """racing: where index scores tie at the k-th place, engine and trainer take positions at random, as kernels whose
     threads race do; to see what that breaks. Once interrupted, such a run does not end in the same bytes."""
+    tool: Literal["none", "python"] = "none"
+    """python: the model may run code in the sandbox in the middle of an answer, as often as `tool_turns`; what comes
+    back is read, counts in the answer's length, and is not learned from."""
+    tool_turns: int = 4
+    """Turns of an answer that may end with calls; it is judged as it stands after the next."""
+    tool_timeout: float = 10.0
+    """Seconds of each call."""
+    tool_sessions: int = 64
+    """Interpreters at a time, on each rank."""
     router_replay: bool = False
     """Train with the experts that the engine chose, token by token, so that routers cannot disagree."""
     memory_gib: float = 1.0
@@ -91,6 +101,11 @@ class RolloutConfig:
         for name in ("prompts", "group", "max_new_tokens", "rounds"):
             if getattr(self, name) < 1:
                 raise ConfigError(name, getattr(self, name), "must be at least 1")
+        for name in ("tool_turns", "tool_sessions"):
+            if getattr(self, name) < 1:
+                raise ConfigError(name, getattr(self, name), "must be at least 1")
+        if not 0 < self.tool_timeout < math.inf:
+            raise ConfigError("tool_timeout", self.tool_timeout, "must be a positive number of seconds")
         if not 0 < self.temperature <= 100:
             raise ConfigError("temperature", self.temperature, "must be above 0: greedy answers teach nothing")
         if self.router_replay and self.invariant:
@@ -104,14 +119,17 @@ class Sample:
     """One answer.
 
     Args:
-        ids: a stop id included. info: of each. versions: of the weights that each came from.
+        ids: stop ids included, and what tools said. info: of each. drawn: whether the policy drew it. versions: of the
+            weights that each came from; empty where nobody drew it.
         finish: stop or length. text: what the verifier read. verdict: None before, and where nobody asks.
         experts: where asked for, int16 [tokens - 1, X, M]: the choice of the X MoE layers for prompt and answer.
         checks, accepted: how often drafts were checked, and how many of them counted.
+        calls: of tools. failure: of the sandbox, which leaves the answer without a verdict.
     """
 
     ids: list[int] = field(default_factory=list)
     info: list[TokenInfo] = field(default_factory=list)
+    drawn: list[bool] = field(default_factory=list)
     versions: list[str] = field(default_factory=list)
     finish: str = ""
     text: str = ""
@@ -120,6 +138,8 @@ class Sample:
     experts: Tensor | None = None
     checks: int = 0
     accepted: int = 0
+    calls: int = 0
+    failure: str = ""
 
 
 @dataclass
@@ -155,6 +175,7 @@ class Group:
                 self.samples[i].ids,
                 self.samples[i].info,
                 first + at,
+                drawn=self.samples[i].drawn,
                 advantages=self.advantages[i],
                 temperature=temperature,
                 experts=self.samples[i].experts,
@@ -174,7 +195,8 @@ class Group:
             "rewards": self.rewards,
             "no_verdict": dict(sorted(causes.items())),
             "tokens": sum(len(s.ids) for s in self.samples),
-            "versions": sorted({v for s in self.samples for v in s.versions}),
+            "versions": sorted({v for s in self.samples for v in s.versions if v}),
+            **({"calls": calls} if (calls := sum(s.calls for s in self.samples)) else {}),
             **({"parts": self.parts} if self.parts else {}),
             **({"beside": self.beside} if self.beside else {}),
         }
@@ -200,16 +222,25 @@ class Rollouts:
     """An engine with its own copy of the weights, and the verifiers.
 
     Args:
-        model: whose weights the engine begins with, as version "0". pool: None where nobody judges.
-        seed: of the run's draws.
+        model: whose weights the engine begins with, as version "0"; whole. pool: None where nobody judges.
+        seed: of the run's draws. ranks: that share prompts out, all calling the same; all have all groups afterwards.
 
-    `judges` gives the verdicts on all answers of some groups, in their order: the verifiers', unless it is replaced.
+    `judges` gives the verdicts on all answers of some groups, in their order: the verifiers', unless it is replaced. It
+    is asked on the main rank alone, the only one that needs a pool.
     """
 
     def __init__(
-        self, model: GLM5, tokenizer: Tokenizer, config: RolloutConfig, pool: VerifierPool | None, *, seed: int
+        self,
+        model: GLM5,
+        tokenizer: Tokenizer,
+        config: RolloutConfig,
+        pool: VerifierPool | None,
+        *,
+        seed: int,
+        ranks: Ranks | None = None,
     ) -> None:
         self.config, self.tokenizer, self.pool, self.seed = config, tokenizer, pool, seed
+        self.ranks = ranks or Ranks()
         settings = EngineConfig(
             memory_gib=config.memory_gib,
             drafts=config.drafts,
@@ -223,12 +254,18 @@ class Rollouts:
         if config.topk == "racing":
             served.race(seed + 1)
         self.engine = Engine(served, settings, tokenizer)
+        self.tool = PythonTool(config.tool_timeout, config.tool_sessions) if config.tool == "python" else None
         self.judges: Judges = self._verified
         self.seconds: defaultdict[str, float] = defaultdict(float)
 
     @property
     def version(self) -> str:
         return self.engine.weight_version
+
+    def close(self) -> None:
+        """End the tool's interpreters."""
+        if self.tool is not None:
+            self.tool.close()
 
     # ------------------------------------------------------------------ weights
     def push(self, model: GLM5, version: int) -> None:
@@ -246,15 +283,9 @@ class Rollouts:
     # ------------------------------------------------------------------ answers
     def ids(self, prompt: Prompt) -> list[int]:
         """A prompt as the engine reads it."""
-        rendered = render(
-            self.tokenizer,
-            prompt.messages,
-            prompt.tools,
-            enable_thinking=self.config.thinking,
-            clear_thinking=False,  # preserved thinking, so that ids only ever grow
-            add_generation_prompt=True,
+        return prompt_of(
+            self.tokenizer, prompt.messages, offered(prompt.tools, self.tool), thinking=self.config.thinking
         )
-        return list(rendered.ids)
 
     def refuse_long(self, prompts: Sequence[Prompt]) -> int:
         """Tokens of the longest prompt.
@@ -272,64 +303,39 @@ class Rollouts:
 
     def draw(self, wanted: Sequence[tuple[int, Prompt]], *, greedy: bool = False) -> list[Group]:
         """Answers to numbered prompts, not yet judged. `greedy`: the likeliest one to each, for measuring."""
+        world = self.ranks.world
+        if world is None:
+            return self._draw(wanted, greedy)
+        mine = self.ranks.together(lambda: self._draw(wanted[world.rank :: world.size], greedy))
+        every = world.gather_objects(mine, "files")
+        return [every[place % world.size][place // world.size] for place in range(len(wanted))]
+
+    def _draw(self, wanted: Sequence[tuple[int, Prompt]], greedy: bool) -> list[Group]:
+        """This rank's."""
         began, config = time.perf_counter(), self.config
-        groups = []
-        for number, prompt in wanted:
-            ids, count = self.ids(prompt), 1 if greedy else config.group
-            groups.append(Group(number, prompt, ids, [Sample() for _ in range(count)]))
-            params = SamplingParams(
-                max_new_tokens=config.max_new_tokens,
-                temperature=0.0 if greedy else config.temperature,
-                top_p=config.top_p,
-                top_k=config.top_k,
-                seed=_seed(self.seed, number),
-                stop_token_ids=(self.tokenizer.user_id, self.tokenizer.observation_id),
-                n=count,
-                logprobs=0,
-                kept_set=True,
-                routed_experts=config.router_replay and not greedy,
-            )
-            self.engine.add(Request(ids, params, rid=str(number)))
-        by_rid = {str(group.number): group for group in groups}
-        routed: defaultdict[tuple[str, int], bytearray] = defaultdict(bytearray)
-        while self.engine.has_work:
-            for delta in self.engine.step():
-                sample = by_rid[delta.rid].samples[delta.index]
-                sample.ids += delta.ids
-                sample.info += delta.info
-                sample.versions += [delta.version or delta.weight_version] * len(delta.ids)
-                sample.checks += delta.drafted > 0
-                sample.accepted += delta.accepted
-                routed[delta.rid, delta.index] += delta.routed
-                if delta.finish is not None:
-                    sample.finish = delta.finish.type
-        for group in groups:
-            for sample in group.samples:
-                parsed = parse(self.tokenizer, sample.ids, group.prompt.tools, prompt_ids=group.prompt_ids)
-                sample.text = parsed.content
-        if config.router_replay and not greedy:
-            for (rid, index), told in routed.items():
-                by_rid[rid].samples[index].experts = self._experts(told)
+        count = 1 if greedy else config.group
+        groups = [Group(number, p, self.ids(p), [Sample() for _ in range(count)]) for number, p in wanted]
+        how: dict[str, Any] = dict(seed=self.seed, greedy=greedy, tool=self.tool)
+        Drawing(self.engine, self.tokenizer, config, **how)(groups)
         self.seconds["rollout"] += time.perf_counter() - began
         return groups
 
-    def _experts(self, told: bytearray) -> Tensor:
-        """What the engine told of an answer's tokens, of the layers that have experts."""
-        shape = self.engine.model.config
-        layers, chosen = shape.num_hidden_layers, shape.num_experts_per_tok
-        told_TLM = torch.frombuffer(told, dtype=torch.int32).view(-1, layers, chosen)
-        return told_TLM[:, [i for i in range(layers) if shape.is_moe(i)]].to(torch.int16)
-
     def judge(self, groups: Sequence[Group]) -> None:
-        """Ask `judges` about every answer; rewards are set where there is a verdict."""
+        """Ask `judges` about every answer; rewards are set where there is a verdict, and the tool did not fail."""
         began, config = time.perf_counter(), self.config
         samples = [sample for group in groups for sample in group.samples]
-        for sample, verdict in zip(samples, self.judges(groups), strict=True):
-            sample.verdict, sample.reward = verdict, verdict.reward
-            if verdict.reward is not None and config.overlong_margin:
-                sample.reward = verdict.reward + overlong_penalty(
-                    len(sample.ids), config.max_new_tokens, config.overlong_margin
-                )
+
+        def asked() -> tuple[Sequence[Verdict], list[Any]]:
+            return self.judges(groups), [(group.parts, group.beside) for group in groups]
+
+        verdicts, made = self.ranks.from_main(asked)
+        for group, (parts, beside) in zip(groups, made, strict=True):
+            group.parts, group.beside = parts, beside
+        for sample, verdict in zip(samples, verdicts, strict=True):
+            sample.verdict = Verdict(None, "crash", sample.failure) if sample.failure else verdict
+            sample.reward = sample.verdict.reward
+            if sample.reward is not None and config.overlong_margin:
+                sample.reward += overlong_penalty(len(sample.ids), config.max_new_tokens, config.overlong_margin)
         self.seconds["verify"] += time.perf_counter() - began
 
     def _verified(self, groups: Sequence[Group]) -> Sequence[Verdict]:
@@ -380,6 +386,9 @@ def figures(groups: Sequence[Group]) -> dict[str, Any]:
     checks = sum(s.checks for s in samples)
     if checks:  # tokens a check, the engine's own one included
         found["spec_accept_length"] = 1 + sum(s.accepted for s in samples) / checks
+    if any(s.calls for s in samples):
+        found["tools/calls"] = sum(s.calls for s in samples) / len(samples)
+        found["tools/given_tokens"] = sum(len(s.drawn) - sum(s.drawn) for s in samples) / len(samples)
     known = [[r for r in g.rewards if r is not None] for g in groups]
     if any(s.verdict is not None for s in samples):
         found["no_verdict"] = len(samples) - sum(map(len, known))
@@ -390,8 +399,3 @@ def figures(groups: Sequence[Group]) -> dict[str, Any]:
         if here:
             found[f"rewards/{domain}"] = sum(here) / len(here)
     return found
-
-
-def _seed(run: int, number: int) -> int:
-    """Of a prompt's draws: neighbours have nothing in common."""
-    return int.from_bytes(hashlib.sha256(f"{run}/{number}".encode()).digest()[:7], "little")

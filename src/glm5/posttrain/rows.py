@@ -75,16 +75,17 @@ class Trajectory:
         info: Sequence[TokenInfo],
         rollout: int,
         *,
+        drawn: Sequence[bool] = (),
         advantages: float = 0.0,
         temperature: float = 1.0,
         experts: Tensor | None = None,
     ) -> Trajectory:
         """One prompt and an engine's answer to it, asked for with `logprobs=0` and, where draws are cut,
-        `kept_set=True`."""
+        `kept_set=True`. drawn: of the answer's ids; by default all."""
         before = len(prompt)
         return cls(
             ids=[*prompt, *answer],
-            drawn=[False] * before + [True] * len(answer),
+            drawn=[*[False] * before, *(drawn or [True] * len(answer))],
             logprobs=[0.0] * before + [x.logprob - x.kept_logprob for x in info],
             rollout=rollout,
             advantages=advantages,

@@ -24,14 +24,14 @@ SAMPLES = "samples.jsonl"
 
 class SampleLedger:
     """Args:
-    directory: of the run.
+    directory: of the run. writes: False on a rank that only counts along; the file is another's.
 
     Attributes:
         next: the number of the next prompt. states: how many prompts ended in which state.
     """
 
-    def __init__(self, directory: str | Path) -> None:
-        self.path = Path(directory) / SAMPLES
+    def __init__(self, directory: str | Path, *, writes: bool = True) -> None:
+        self.path, self.writes = Path(directory) / SAMPLES, writes
         self.next = 0
         self.states: Counter[str] = Counter()
 
@@ -45,7 +45,8 @@ class SampleLedger:
         if [line["number"] for line in kept] != list(range(count)):
             what = f"{self.path} does not hold prompts 0 to {count - 1} of the checkpoint's {step} steps"
             raise DataError(what, "Bring its lines back, or begin again in another directory")
-        write_bytes(self.path, b"".join(map(_line, kept)))
+        if self.writes:
+            write_bytes(self.path, b"".join(map(_line, kept)))
         self.next, self.states = count, Counter(line["state"] for line in kept)
 
     def add(self, step: int, samples: Iterable[Mapping[str, Any]]) -> None:
@@ -61,6 +62,8 @@ class SampleLedger:
             self.next += 1
             self.states[str(sample["state"])] += 1
             lines.append(_line({"step": step, **sample}))
+        if not self.writes:
+            return
         with file_errors(self.path, "write"), self.path.open("ab") as f:
             f.write(b"".join(lines))
             f.flush()

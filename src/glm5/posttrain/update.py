@@ -1,13 +1,15 @@
 """One update of a policy from packed rows, in micro-batches; and scores of rows under a model.
 
 It is the part of reinforcement learning between rollouts and weights: counts of the whole batch once, a loss for each
-micro-batch, then clip and step, or no step where nothing is to be learned. On several ranks each has the whole model
-and all rows, reads its share of them, and steps by the sum of all gradients. Read next: `losses`, `rows`.
+micro-batch, then clip and step, or no step where nothing is to be learned. On several ranks each has all rows and
+reads its share of them; the model is whole on each, which step by the sum of all gradients, or lies over them
+(`glm5.parallel.shard`). Read next: `losses`, `rows`.
 """
 
 from __future__ import annotations
 
 import math
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -19,6 +21,9 @@ from glm5.posttrain.rows import PolicyRows, micro_batches
 from glm5.train.optim import clip_grad_norm
 from glm5.train.ranks import Ranks
 from glm5.utils.errors import NumericalError
+
+if TYPE_CHECKING:
+    from glm5.parallel.muon import Holdings
 
 
 def freeze_indexers(model: GLM5) -> None:
@@ -46,7 +51,16 @@ def score(
         here = torch.zeros_like(part.logprobs_BT)
         here[part.mask_BT] = logprobs.to(here.dtype)
         found_BT[held] = here[: len(held)]
+    free(model, ranks)
     return ranks.sum(found_BT)
+
+
+def free(model: GLM5, ranks: Ranks) -> None:
+    """Let go of what was gathered for a forward pass that no backward follows: weights that change stay behind else."""
+    if ranks.world is not None:
+        from glm5.parallel.shard import reshard
+
+        reshard(model)
 
 
 def own_micro_batches(rows: PolicyRows, size: int, ranks: Ranks) -> list[list[int]]:
@@ -63,7 +77,8 @@ class PolicyUpdate:
         micro_batch: rows at once. clip: largest global gradient norm, 0 for none.
         sparse: attention of the trainer's passes; None is what the model was trained for, as in the engine.
         indexer_weight: of the indexers' KL beside the policy's loss, a mean over queries; 0 lets them rest.
-        ranks: that share the rows out, on a mesh of dp alone; each calls with the same model and rows.
+        ranks: that share the rows out, on a mesh of data ranks; each calls with the same model and rows.
+        holdings: which rank holds what of a model that lies over them; None where each has all of it.
 
     `skipped` counts batches that had nothing to learn from.
     """
@@ -79,10 +94,11 @@ class PolicyUpdate:
         sparse: bool | None = None,
         indexer_weight: float = 0.0,
         ranks: Ranks | None = None,
+        holdings: Holdings | None = None,
     ) -> None:
         self.model, self.optimizer, self.loss = model, optimizer, loss
         self.micro_batch, self.clip, self.sparse = micro_batch, clip, sparse
-        self.indexer_weight, self.ranks = indexer_weight, ranks or Ranks()
+        self.indexer_weight, self.ranks, self.holdings = indexer_weight, ranks or Ranks(), holdings
         self.skipped = 0
 
     def __call__(
@@ -149,12 +165,12 @@ class PolicyUpdate:
             self.optimizer.zero_grad(set_to_none=True)
             raise NumericalError(f"the policy's loss is {loss}", "Lower the learning rate, or look at the rollouts")
         norm = 0.0
-        if self.ranks.count("dp") > 1:
+        if self.holdings is None and self.ranks.count("dp") > 1:
             for parameter in self.model.parameters():  # every rank read as many rows, so that all have the same ones
                 if parameter.grad is not None:
                     self.ranks.sum(parameter.grad)
         if moving:
-            norm = clip_grad_norm(list(self.model.named_parameters()), self.clip or math.inf)
+            norm = clip_grad_norm(list(self.model.named_parameters()), self.clip or math.inf, self.holdings)
             self.optimizer.step()
         else:  # momentum and weight decay would move the weights without any gradient
             self.skipped += 1

@@ -36,21 +36,14 @@ MESH_MAY_DIFFER |= {"schedule", "layout", "stages_per_rank", "reduce_every", "of
 
 
 @dataclass(frozen=True)
-class MeshConfig:
-    """The devices of a run."""
+class ProcessConfig:
+    """The processes of a run."""
 
     device: str = "auto"
     """cpu, cuda or cuda:N; auto is a GPU where there is one."""
     mesh: str = ""
     """How several processes divide the work, like dp=2,ep=2,tp=2 (axes: dp, pp, cp, tp; ep and shard fold on dp x cp).
     They are started here unless torchrun started them; without a mesh those that it started divide the rows."""
-    gather_once: bool = False
-    """On several processes: hold all parameters from a step's first micro-batch to its last, and reduce gradients after
-    the last; faster, for the memory of whole parameters and fp32 gradients."""
-    prefetch: int = 1
-    """On several processes: blocks whose parameters are on their way while one computes; 0 leaves it to FSDP."""
-    pipeline: PipelineOptions = field(default_factory=PipelineOptions)
-    """How the stages run, where the mesh has pp."""
     restarts: int = 0
     """On processes that this command starts itself: how often all are started again, from the newest checkpoint, after
     one has failed."""
@@ -61,11 +54,28 @@ class MeshConfig:
 
     def __post_init__(self) -> None:
         Mesh.parse(self.mesh)
-        for name in ("restarts", "prefetch"):
-            if getattr(self, name) < 0:
-                raise ConfigError(name, getattr(self, name), "must be at least 0")
+        if self.restarts < 0:
+            raise ConfigError("restarts", self.restarts, "must be at least 0")
         if not 0 < self.hang_seconds < float("inf"):
             raise ConfigError("hang_seconds", self.hang_seconds, "must be a positive number")
+
+
+@dataclass(frozen=True)
+class MeshConfig(ProcessConfig):
+    """The same, and how a model in training lies on them."""
+
+    gather_once: bool = False
+    """On several processes: hold all parameters from a step's first micro-batch to its last, and reduce gradients after
+    the last; faster, for the memory of whole parameters and fp32 gradients."""
+    prefetch: int = 1
+    """On several processes: blocks whose parameters are on their way while one computes; 0 leaves it to FSDP."""
+    pipeline: PipelineOptions = field(default_factory=PipelineOptions)
+    """How the stages run, where the mesh has pp."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.prefetch < 0:
+            raise ConfigError("prefetch", self.prefetch, "must be at least 0")
 
     def check_stage_batch(self, name: str, stage: TrainConfig) -> None:
         """Whether the mesh can deal out the batches of the stage in field `name`.
@@ -80,7 +90,7 @@ class MeshConfig:
 
 
 @contextmanager
-def together(config: MeshConfig, run: Path, model: ModelConfig) -> Iterator[World | None]:
+def together(config: ProcessConfig, run: Path, model: ModelConfig) -> Iterator[World | None]:
     """The processes that train together: those that torchrun started, or None for this one alone.
 
     Args:
