@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import os
 import time
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch.distributed as dist
 
 from glm5.parallel import watch
 from glm5.parallel.mesh import ParallelError, World
@@ -16,27 +18,74 @@ from support.ranks import exit_codes, run_ranks
 
 
 def quick() -> None:
-    watch.LOOK, watch.GRACE, watch.SILENCE = 0.1, 0.5, 3.0
+    watch.LOOK, watch.GRACE, watch.SILENCE, watch.PATIENCE = 0.1, 0.5, 6.0, 1
 
 
-def _run(world: World, directory: str, what: str) -> None:
+def _run(world: World, directory: str, what: str, whose: int) -> None:
     quick()
     with Path(directory, f"said.{world.rank}").open("w") as out, watched(world, Path(directory), 9.0, out):
-        if world.rank == 1:
+        if world.rank == whose:
             if what == "raises":
+                raise KeyError("no such tensor")
+            if what == "runs out of memory":
                 raise MemoryError("no room for 4 GiB")
             os._exit(9)
         time.sleep(60)  # as in a collective that waits for a rank which won't come
 
 
 @pytest.mark.parametrize(
-    ("what", "said", "code"),
-    [("raises", "rank 1: MemoryError: no room for 4 GiB / mend: ", 0), ("dies", "rank 1: died without a word", 9)],
+    ("what", "whose", "said", "codes"),
+    [
+        ("raises", 1, "rank 1: KeyError: 'no such tensor' / mend: See to that rank", [2, 0, 2]),
+        ("runs out of memory", 2, "rank 2: out of memory: no room for 4 GiB / mend: Use a smaller model", [2, 2, 0]),
+        ("dies", 1, "rank 1: died without a word", [2, 9, 2]),
+        ("dies", 0, "rank 0: died without a word", [9, 2, 2]),
+    ],
 )
-def test_a_lost_rank_ends_the_run(what: str, said: str, code: int, tmp_path: Path) -> None:
-    assert exit_codes(3, "dp=3", _run, str(tmp_path), what, timeout=40) == [1, code, 1]
-    assert f"error: {said}" in (tmp_path / "said.0").read_text()
-    assert not (tmp_path / "said.2").read_text()
+def test_a_lost_rank_ends_the_run(what: str, whose: int, said: str, codes: list[int], tmp_path: Path) -> None:
+    """Each rank's status: 2 says that the error was said, 0 that it was raised (to whoever tests)."""
+    assert exit_codes(3, "dp=3", _run, str(tmp_path), what, whose, timeout=60) == codes
+    told = [(tmp_path / f"said.{rank}").read_text() for rank in range(3)]
+    assert told[1 if whose == 0 else 0].startswith(f"error: {said}")
+    assert sum(map(bool, told)) == 1
+
+
+def _in_a_collective(world: World, directory: str, what: str) -> str:
+    """What a rank raises that waits for rank 2 in a collective."""
+    quick()
+    try:
+        with Path(directory, f"said.{world.rank}").open("w") as out, watched(world, Path(directory), 600.0, out) as w:
+            world.barrier()
+            w.at(7, "1 forward and backward")
+            if world.rank == 2:
+                if what == "dies":
+                    os._exit(9)
+                _read_a_broken_disk(16.0)
+            world.barrier()
+    except ParallelError as e:
+        return str(e)
+    return "nothing"
+
+
+def _with_a_time_out(world: World, directory: str, what: str) -> str:
+    dist.distributed_c10d._set_pg_timeout(timedelta(seconds=8), dist.group.WORLD)
+    return _in_a_collective(world, directory, what)
+
+
+def test_a_rank_that_others_wait_for_in_vain_is_named(tmp_path: Path) -> None:
+    said = run_ranks(3, "dp=3", _with_a_time_out, str(tmp_path), "stands still")
+    for text in said[:2]:
+        assert text.startswith("rank 2 in step 7 at forward and backward, in _read_a_broken_disk (test_rank_watch.py:")
+        assert "the others waited in vain" in text
+
+
+def _tell(world: World, directory: str) -> None:
+    Path(directory, f"raised.{world.rank}").write_text(_in_a_collective(world, directory, "dies"))
+
+
+def test_a_rank_that_dies_in_a_collective_is_named(tmp_path: Path) -> None:
+    assert exit_codes(3, "dp=3", _tell, str(tmp_path), timeout=60)[2] == 9
+    assert (tmp_path / "raised.0").read_text().startswith("rank 2: died without a word")
 
 
 def _stand_still(world: World, directory: str) -> None:
@@ -45,20 +94,20 @@ def _stand_still(world: World, directory: str) -> None:
         time.sleep(1.3)  # what is no step is not timed
         watching.at(7, "0 rows")
         if world.rank == 1:
-            _read_a_broken_disk()
+            _read_a_broken_disk(4.0)
         else:
             watching.at(7, "1 forward and backward")
         world.barrier()
 
 
-def _read_a_broken_disk() -> None:
-    time.sleep(4)
+def _read_a_broken_disk(seconds: float) -> None:
+    time.sleep(seconds)
 
 
 def test_a_rank_that_stands_still_is_named_with_its_stack(tmp_path: Path) -> None:
     run_ranks(2, "dp=2", _stand_still, str(tmp_path))
     said = (tmp_path / "said.0").read_text()
-    assert "warning: no progress for 1 s: rank 1 in step 7 at rows; stack traces in" in said
+    assert "no progress for 1 s: rank 1 in step 7 at rows, in _read_a_broken_disk (test_rank_watch.py:" in said
     stacks = (tmp_path / "rank-00001.txt").read_text()
     assert "step 7, 0 rows, for" in stacks
     assert "_read_a_broken_disk" in stacks

@@ -12,13 +12,12 @@ import importlib
 import io
 import json
 import os
-import re
 import sys
 from collections.abc import Sequence
 from typing import NamedTuple
 
 from glm5 import __version__
-from glm5.utils.errors import UserError
+from glm5.utils.errors import UserError, out_of_memory
 
 
 class Command(NamedTuple):
@@ -49,8 +48,6 @@ COMMANDS = {
     "trajectories": Command("list, show and export the samples of agents' training", "glm5.cli.trajectories"),
     "doctor": Command("show versions, devices, and which operator version runs and why", "glm5.cli.doctor"),
 }
-
-_SMALLER = "Use a smaller model, batch (train.micro_batch) or context, or a machine with more memory"
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -85,11 +82,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 141
     except (MemoryError, RuntimeError) as e:
-        # torch tells a full memory by its text alone, so that torch need not be there to ask.
-        if not isinstance(e, MemoryError) and not re.search("out of memory|allocate memory|enough memory", str(e)):
+        full = out_of_memory(e)
+        if full is None:
             raise
-        short = UserError(f"out of memory: {' '.join(str(e).split())[:200]}", _SMALLER)
-        print(_describe(short, as_json), file=sys.stderr)
+        print(_describe(full, as_json), file=sys.stderr)
         return 2
     except SystemExit as e:
         if isinstance(e.code, int) or e.code is None:

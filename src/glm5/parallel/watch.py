@@ -2,10 +2,10 @@
 
 A thread of every rank keeps a small file in the run's directory, beside all collectives: its pulse, and what its rank
 is doing. A rank that raises leaves the cause there; rank 0 prints it with the rank's name and ends, and so do the
-others, who would wait for the lost one until their time-outs. A rank that dies without a word is missed by its pulse.
-Where a rank does not get on for `hang_seconds`, all write stack traces, and rank 0 says who is behind. The launcher
-then starts all ranks again if it was told to (`--restarts`, or torchrun's `--max-restarts`). Read next:
-`glm5.train.pretrain`.
+others, who would wait for the lost one until their time-outs. A rank that dies without a word is missed by its pulse;
+if that is rank 0, rank 1 says so. Where a rank does not get on for `hang_seconds`, all write stack traces, and rank 0
+says who is behind and in which line. The launcher then starts all ranks again if it was told to (`--restarts`, or
+torchrun's `--max-restarts`). Read next: `glm5.train.pretrain`.
 """
 
 from __future__ import annotations
@@ -28,12 +28,15 @@ import torch
 
 import glm5
 from glm5.parallel.mesh import ParallelError, World
+from glm5.utils.errors import UserError, out_of_memory
 
-# Seconds between two looks at the files, and without a new pulse before a rank counts as dead.
-LOOK, SILENCE = 0.5, 30.0
+# Seconds between two looks at the files, and without a new pulse before a rank counts as dead. Rank 0 has so many times
+# as long: alone it prepares text and writes exports, in calls that may not let its thread run.
+LOOK, SILENCE, PATIENCE = 0.5, 30.0, 4
 # How long a rank leaves another's error to be raised on itself too, as errors are that all find together.
 GRACE = 3.0
 MEND = "See to that rank; the same command goes on from the newest checkpoint"
+DEAD = "died without a word (killed, or its host is lost)"
 # What gloo and NCCL say of a peer that has gone.
 _LOST = re.compile(r"[Cc]onnection (reset|closed|refused)|Broken pipe|gloo/transport|NCCL|ncclRemoteError")
 
@@ -66,23 +69,33 @@ class Watch:
         """This rank begins a phase, "number name", of a step; outside of steps, -1, nothing is timed."""
         self._doing, self._since, self._told = (step, phase), time.monotonic(), False
 
-    def fail(self, error: BaseException) -> str | None:
+    def fail(self, error: BaseException) -> UserError | None:
         """Leave word of this rank's failure, and wait a little for rank 0 to tell it.
 
         Returns:
-            What happened elsewhere, if this error is only that another rank was lost.
+            What to raise in its place: where memory was full, or where it only says that another rank was lost.
         """
         self.close()
         lost = isinstance(error, RuntimeError) and _LOST.search(str(error)) is not None
-        if not lost and not self.world.main:
-            self._write("failed", [self.world.rank, describe(error)])
-        end = time.monotonic() + GRACE + 4 * LOOK
+        said = out_of_memory(error)
+        if lost:
+            self._write(f"rank-{self.world.rank:05d}", [-1, *self._doing, 0.0, True, "a lost connection"])
+        elif not self.world.main:
+            self._write("failed", [self.world.rank, *(describe(error), MEND if said is None else said.mend)])
+        pulses, end = self._all_pulses(), time.monotonic() + GRACE + 4 * LOOK
         while time.monotonic() < end and not self._read("told") and (lost or not self.world.main):
             found = self._read("failed")
             if lost and found:
-                return f"rank {found[0]}: {found[1]}"
+                return ParallelError(f"rank {found[0]}: {found[1]}", found[2])
             time.sleep(LOOK / 5)
-        return f"another rank was lost ({describe(error)[:200]})" if lost else None
+        if not lost:
+            return said and ParallelError(f"rank {self.world.rank}: {said.what}", said.mend)
+        if "imed out" in str(error):
+            return ParallelError(f"{self._behind()}, and the others waited in vain ({describe(error)[:200]})", MEND)
+        after = self._all_pulses()  # a rank that has noticed the loss itself has left a pulse of -1
+        dead = [rank for rank, pulse in after.items() if pulse[0] != -1 and pulse == pulses[rank]]
+        who = ", ".join(f"rank {rank}" for rank in dead)
+        return ParallelError(f"{who}: {DEAD}" if dead else f"another rank was lost ({describe(error)[:200]})", MEND)
 
     def close(self) -> None:
         """End the thread."""
@@ -97,7 +110,7 @@ class Watch:
             age = time.monotonic() - self._since
             try:
                 if beat % 4 == 1:
-                    self._write(f"rank-{self.world.rank:05d}", [beat, *self._doing, round(age, 1)])
+                    self._write(f"rank-{self.world.rank:05d}", [beat, *self._doing, round(age, 1), *_here()])
                 failed = self._read("failed")
                 if failed:
                     self._heard(*failed)
@@ -105,31 +118,30 @@ class Watch:
                 if stands and not self._told:
                     self._told = True
                     self._hang()
-                if self.world.main:
+                if self.world.rank < 2:
                     self._miss()
             except OSError as e:
                 print(f"warning: rank {self.world.rank} cannot watch the others: {e}", file=self.out, flush=True)
                 return
 
-    def _heard(self, rank: int, cause: str) -> None:
-        if not self._end.wait(GRACE if self.world.main else GRACE + 4 * LOOK):  # else it has found an error, too
-            self._leave(f"rank {rank}: {cause}")
-
-    def _leave(self, what: str) -> None:
-        if self.world.main:
-            print(f"error: {what} / mend: {MEND}", file=self.out, flush=True)
+    def _heard(self, rank: int, cause: str, mend: str) -> None:
+        speaks = self.world.rank == (1 if rank == 0 else 0)
+        if self._end.wait(GRACE if speaks else GRACE + 4 * LOOK):  # it has found an error, too
+            return
+        if speaks:
+            print(f"error: rank {rank}: {cause} / mend: {mend}", file=self.out, flush=True)
             self._write("told", True)
-        os._exit(1)
+        os._exit(2)  # that is: it has been said
 
     def _miss(self) -> None:
-        """On rank 0: whether a rank's pulse has stopped."""
+        """Whether a pulse has stopped: rank 0 looks after all others, and rank 1 after rank 0."""
         now = time.monotonic()
-        for rank in range(1, self.world.size):
+        for rank in range(1, self.world.size) if self.world.main else (0,):
             pulse = self._read(f"rank-{rank:05d}")
             if rank not in self._pulses or self._pulses[rank][0] != pulse:
                 self._pulses[rank] = pulse, now
-            elif now - self._pulses[rank][1] > SILENCE:
-                self._write("failed", [rank, "died without a word (killed, or its host is lost)"])
+            elif now - self._pulses[rank][1] > (SILENCE if rank else PATIENCE * SILENCE):
+                self._write("failed", [rank, DEAD, MEND])
 
     def _hang(self) -> None:
         """Write this rank's stack traces; on rank 0 also say who is behind."""
@@ -140,13 +152,23 @@ class Watch:
             faulthandler.dump_traceback(f, all_threads=True)
         if self.world.main:
             self._end.wait(8 * LOOK)  # for every rank's next pulse
-            found = {r: self._read(f"rank-{r:05d}") or [0, -1, "0 start", 0] for r in range(self.world.size)}
-            least = min((doing[1], doing[2]) for doing in found.values())
-            behind = [r for r, doing in found.items() if (doing[1], doing[2]) == least]
-            who = "all ranks" if len(behind) == self.world.size else "rank " + ", ".join(map(str, behind))
-            phase = least[1].partition(" ")[2]
-            where = f"in step {least[0]} at {phase}; stack traces in {self.directory}"
-            print(f"warning: no progress for {self.hang_seconds:.0f} s: {who} {where}", file=self.out, flush=True)
+            text = f"no progress for {self.hang_seconds:.0f} s: {self._behind()}; stack traces in {self.directory}"
+            print(f"warning: {text}", file=self.out, flush=True)
+
+    def _behind(self) -> str:
+        """Who is behind, and where: those in the earliest phase who don't wait in a collective, if some do."""
+        found = self._all_pulses()
+        step, phase = min((pulse[1], pulse[2]) for pulse in found.values())
+        behind = [rank for rank, pulse in found.items() if (pulse[1], pulse[2]) == (step, phase)]
+        behind = [rank for rank in behind if not found[rank][4]] or behind
+        who = "all ranks" if len(behind) == self.world.size else "rank " + ", ".join(map(str, behind))
+        where = f", in {found[behind[0]][5]}" if len(behind) == 1 else ""
+        return f"{who} in step {step} at {phase.partition(' ')[2]}{where}"
+
+    def _all_pulses(self) -> dict[int, list[Any]]:
+        """By rank: number, step, phase, its seconds, whether it waits in a collective, line."""
+        start = [0, -1, "0 start", 0.0, False, "its start"]
+        return {rank: self._read(f"rank-{rank:05d}") or start for rank in range(self.world.size)}
 
     def _write(self, name: str, value: Any) -> None:
         path = self.directory / f"{name}.json"
@@ -161,8 +183,20 @@ class Watch:
             return None
 
 
+def _here() -> tuple[bool, str]:
+    """Whether this process' main thread is in one of torch's collectives, and its innermost function and line."""
+    frame = sys._current_frames().get(threading.main_thread().ident or 0)
+    if frame is None:
+        return False, "nothing"
+    path = Path(frame.f_code.co_filename)
+    return "distributed" in path.parts, f"{frame.f_code.co_name} ({path.name}:{frame.f_lineno})"
+
+
 def describe(error: BaseException) -> str:
     """An error in one line."""
+    full = out_of_memory(error)
+    if full is not None:
+        return full.what
     text = " ".join(str(error).split())[:500]
     return text if type(error).__name__ in text or hasattr(error, "mend") else f"{type(error).__name__}: {text}"
 
@@ -175,9 +209,9 @@ def watched(world: World, directory: Path, hang_seconds: float, out: TextIO | No
     try:
         yield watch
     except BaseException as e:
-        elsewhere = watch.fail(e)
-        if elsewhere is not None:
-            raise ParallelError(elsewhere, MEND) from e
+        found = watch.fail(e)
+        if found is not None:
+            raise found from e
         raise
     finally:
         world.watch = None

@@ -6,6 +6,10 @@ traceback. Read next: `glm5.cli.main`.
 
 from __future__ import annotations
 
+import re
+
+_SMALLER = "Use a smaller model, batch (train.micro_batch) or context, or a machine with more memory"
+
 
 class UserError(Exception):
     """Something that the user can mend: a bad option, file, corpus or checkpoint.
@@ -42,3 +46,11 @@ class NumericalError(UserError):
 
 class FileError(UserError):
     """A file or directory cannot be read or written: missing, read-only, full, or held by another process."""
+
+
+def out_of_memory(error: BaseException) -> UserError | None:
+    """What to tell of a full memory; None for another error. torch tells it by text alone, and need not be there."""
+    full = isinstance(error, RuntimeError) and re.search("out of memory|allocate memory|enough memory", str(error))
+    if not full and not isinstance(error, MemoryError):
+        return None
+    return UserError(f"out of memory: {' '.join(str(error).split())[:200]}", _SMALLER)
