@@ -91,8 +91,7 @@ def test_sparse_mla_fp8(batch: int, queries: int, heads: int, keys: int, splits:
     fast.sparse_mla_fp8(q, packed, selected, scale=SCALE, splits=splits, kind=kind, out=(out, lse))
     oracle, oracle_lse = _oracle(q, packed, selected)
     assert _error(out, oracle) < (5e-3 if kind is not torch.bfloat16 else 8e-3)
-    # Logits here reach the hundreds; a 16-bit query is good to 2^-11 (fp16) of them.
-    torch.testing.assert_close(lse, oracle_lse, atol=5e-3, rtol=4e-3)
+    torch.testing.assert_close(lse, oracle_lse, atol=5e-3, rtol=1e-4)  # no operand of the logits is rounded
     assert (out[-1, -1] == 0).all()
     assert (lse[-1, -1] == -torch.inf).all()
 

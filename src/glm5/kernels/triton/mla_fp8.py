@@ -3,9 +3,10 @@
 A row's four scales stay out of its elements: each is multiplied into the 64 x K logits of its 128 columns, and into the
 probabilities before they meet those columns. What is left of the conversion is e4m3 to the products' 16-bit type, which
 loses nothing. Value scales are taken relative to the largest so far, which the output is rescaled by as it is by the
-running maximum: fp16 products can neither overflow nor fade. Queries enter divided by their largest element for the
-same reason. Shares of the positions are combined in a fixed order. Source: DeepSeek-V3.2; FlashMLA's account of its
-fp8 decode, where conversion costs more than the products. Read next: `glm5.kernels.latent_rows`, `mla`.
+running maximum: fp16 products can neither overflow nor fade. For the same reason queries enter divided by the power of
+two of their largest element, which loses nothing either. Shares of the positions are combined in a fixed order. Source:
+DeepSeek-V3.2; FlashMLA's account of its fp8 decode, where conversion costs more than the products. Read next:
+`glm5.kernels.latent_rows`, `mla`.
 """
 
 # mypy: disallow-untyped-defs=false, disallow-incomplete-defs=false
@@ -59,6 +60,8 @@ def _attend(
         mask=real_H[:, None], other=0.0,
     )  # fmt: skip
     large_H = tl.maximum(tl.max(tl.maximum(tl.abs(q0), tl.abs(q1)), 1), tl.max(tl.maximum(tl.abs(q2), tl.abs(q3)), 1))
+    # The power of two below it: division by that loses no bit of a bf16 query.
+    large_H = (large_H.to(tl.int32, bitcast=True) & 0x7F800000).to(tl.float32, bitcast=True)
     large_H = tl.where(large_H > 0.0, large_H, 1.0)
     q0 = (q0 / large_H[:, None]).to(KIND)
     q1 = (q1 / large_H[:, None]).to(KIND)
