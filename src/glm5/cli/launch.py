@@ -6,6 +6,7 @@ import logging
 import os
 import signal
 import sys
+import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
@@ -20,15 +21,25 @@ def first() -> bool:
     return int(os.environ.get("RANK", "0")) == 0
 
 
+# Seconds for which another process than the first keeps an error to itself: the launcher ends all with the first that
+# ends, and what all have found is to be said by one.
+PATIENCE = 15.0
+
+
 def spoken_once(act: Callable[[Callable[[str], None]], int]) -> int:
-    """What a command returns whose `act(say)` runs in every process of a run: the first one speaks for all."""
+    """What a command returns whose `act(say)` runs in every process of a run: the first one speaks for all.
+
+    Raises:
+        UserError: the first process', or another's which still runs after PATIENCE: what it found is its own.
+    """
     speaks = first()
     try:
         return act(print if speaks else lambda _: None)
-    except UserError:
+    except UserError as e:
         if speaks:
             raise
-        return 2
+        time.sleep(PATIENCE)
+        raise UserError(f"rank {os.environ['RANK']}: {e.what}", e.mend) from e
     except KeyboardInterrupt:
         if speaks:
             raise
@@ -103,5 +114,6 @@ def cause_of(statuses: Mapping[int, int]) -> str:
     failed = [rank for rank, status in statuses.items() if status > 0 and status != 2]
     if killed or (ended and not failed):
         rank = (killed or ended)[0]
-        return f"rank {rank} was ended by signal {-statuses[rank]}"
+        why = " (by hand, or by the kernel where memory is full)" if statuses[rank] == -signal.SIGKILL else ""
+        return f"rank {rank} was ended by signal {-statuses[rank]}{why}"
     return f"rank {failed[0]} ended with status {statuses[failed[0]]}" if failed else ""
