@@ -20,7 +20,15 @@ from glm5.kernels import newton_schulz as newton_schulz_spec
 from glm5.kernels.cross_entropy import linear_cross_entropy as cross_entropy
 from glm5.kernels.indexer_loss import indexer_loss
 from glm5.kernels.inverse import inverse_index
-from glm5.kernels.triton import basic_backward, heads_backward, moe_backward, muon, newton_schulz
+from glm5.kernels.triton import (
+    basic_backward,
+    heads_backward,
+    moe_backward,
+    muon,
+    newton_schulz,
+    norm_backward,
+    routing_backward,
+)
 from glm5.kernels.triton import cross_entropy as fast_cross_entropy
 from glm5.kernels.triton import indexer_loss as fast_loss
 from glm5.kernels.triton import indexer_warmup as warmup
@@ -245,6 +253,44 @@ def test_heads_put_together(heads: int, nope: int, rotary: int, value: int) -> N
         return lambda up, rows: torch.cat([x.transpose(1, 2) for x in make(up, rows[..., 7:], nope)], -1)
 
     _agree(joined(heads_backward.KeysAndValues.apply), joined(basic.keys_and_values), up, rows)
+
+
+# --------------------------------------------------------------------------- norms
+@pytest.mark.parametrize("width", [24, 100, 1024, 5000])
+def test_norms(width: int) -> None:
+    """Alone, of a view; behind a sum, whose own gradient goes past the norm; beside columns that are rotated."""
+    tokens = 37 if width < 2000 else 3
+    x, y = _random(2, tokens, width + 8, seed=1), _random(2, tokens, width, seed=2)
+    weight = _random(width, seed=3)
+    rotation = basic.rotations(torch.arange(2 * tokens).view(2, tokens), 8, 1e4).to(DEVICE)
+    _agree(
+        lambda x, w: norm_backward.Norm.apply(x[..., :width], w, 1e-5),
+        lambda x, w: basic.rms_norm(x[..., :width], w, 1e-5),
+        *(x, weight),
+    )
+    _agree(
+        lambda x, y, w: torch.cat(norm_backward.AddNorm.apply(x, y, w, 1e-5), -1),
+        lambda x, y, w: torch.cat(basic.add_rms_norm(x, y, w, 1e-5), -1),
+        *(y, x[..., 8:], weight),
+    )
+    _agree(
+        lambda x, w: norm_backward.LatentRows.apply(x, w, rotation, 1e-6),
+        lambda x, w: basic.latent_rows(x, w, rotation, 1e-6),
+        *(x, weight),
+    )
+
+
+def test_router() -> None:
+    x, bias = _random(70, 200, seed=1), _random(24, seed=2, dtype=torch.float32)
+    weight = _random(24, 200, seed=3, scale=0.1, dtype=torch.float32)
+    chosen = moe.route(x.float() @ weight.T, bias, 3)[0]
+
+    def ours(x: Tensor, weight: Tensor) -> Tensor:
+        logits, expert = routing_backward.RouterLogits.apply(x, weight, bias, 3)
+        assert torch.equal(expert, chosen)
+        return logits
+
+    _agree(ours, lambda x, weight: x @ weight.T, x, weight)
 
 
 # --------------------------------------------------------------------------- Muon's elementwise parts

@@ -30,12 +30,24 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 
 def add_rms_norm(x: Tensor, y: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
     """x + y, and its `rms_norm`: a residual and the norm that follows it."""
-    fast = None if torch.is_grad_enabled() else pick("add_rms_norm", x, y, weight)
+    grad = torch.is_grad_enabled()
+    trained = grad and (x.requires_grad or y.requires_grad or weight.requires_grad)
+    fast = pick("train_add_rms_norm", x, y, weight) if trained else None if grad else pick("add_rms_norm", x, y, weight)
     if fast is not None:
         both: tuple[Tensor, Tensor] = fast(x, y, weight, eps)
         return both
     x = x + y
     return x, rms_norm(x, weight, eps)
+
+
+def latent_rows(x_BTX: Tensor, weight: Tensor, rotation_BTR: Tensor, eps: float) -> Tensor:
+    """A latent, normed, and its rotary key, rotated by [B, T, R / 2]: [B, T, L + R], with L the width of the gain."""
+    fast = pick("train_latent_rows", x_BTX, weight) if x_BTX.requires_grad else None
+    if fast is not None:
+        out: Tensor = fast(x_BTX, weight, rotation_BTR, eps)
+        return out
+    latent, rotary = x_BTX.split_with_sizes((len(weight), x_BTX.shape[-1] - len(weight)), -1)
+    return torch.cat((rms_norm(latent, weight, eps), rope_interleaved(rotary, rotation_BTR)), dim=-1)
 
 
 def _inverse_rms(x: Tensor, eps: float) -> Tensor:

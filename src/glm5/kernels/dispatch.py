@@ -283,6 +283,22 @@ def _train_rows(x: Tensor, *others: Tensor) -> str | None:
     return _bf16(x, *others) if x.stride(-1) == 1 else "takes contiguous columns"
 
 
+# Columns up to which a row stays in a program's registers, beside what its gradient needs.
+NORM_UP_TO = 8192
+
+
+def _train_norm(x: Tensor, *others: Tensor) -> str | None:
+    if x.shape[-1] > NORM_UP_TO:
+        return f"written for up to {NORM_UP_TO} columns"
+    return _train_rows(x, *others)
+
+
+def _train_router(x_ND: Tensor, weight_ED: Tensor) -> str | None:
+    if weight_ED.dtype != torch.float32 or not weight_ED.is_contiguous():
+        return "takes contiguous fp32 weights"
+    return _train_rows(x_ND)
+
+
 def _train_heads(x_BTHX: Tensor, *others: Tensor) -> str | None:
     return _bf16(x_BTHX, *others) if x_BTHX.is_contiguous() else "takes contiguous heads"
 
@@ -508,7 +524,17 @@ OPERATORS: dict[str, tuple[Fast, ...]] = {
     "train_grouped_swiglu": (
         Fast("triton.moe_backward", _triton, _train_experts, _load_training("grouped_swiglu"), trains=True),
     ),
-    "train_rms_norm": (Fast("torch.rms_norm", _cuda, _train_rows, _load_training("rms_norm"), trains=True),),
+    "train_rms_norm": (
+        Fast("triton.norm_backward", _triton, _train_norm, _load_training("rms_norm"), trains=True),
+        Fast("torch.rms_norm", _cuda, _train_rows, _load_training("torch_rms_norm"), trains=True),
+    ),
+    "train_add_rms_norm": (
+        Fast("triton.norm_backward", _triton, _train_norm, _load_training("add_rms_norm"), trains=True),
+    ),
+    "train_latent_rows": (
+        Fast("triton.norm_backward", _triton, _train_norm, _load_training("latent_rows"), trains=True),
+    ),
+    "train_router": (Fast("triton.routing_backward", _triton, _train_router, _load_training("router"), trains=True),),
     "train_swiglu": (Fast("triton.basic_backward", _triton, _train_rows, _load_training("swiglu"), trains=True),),
     "train_rope_heads": (
         Fast("triton.heads_backward", _triton, _train_heads, _load_training("rope_heads"), trains=True),

@@ -56,10 +56,15 @@ def route(
     expert_NM = choice_NE.sort(dim=-1, descending=True, stable=True).indices[:, :top_k]
     if given_NM is not None:
         expert_NM = torch.where(given_NM[:, :1] >= 0, given_NM, expert_NM)
+    return expert_NM, mixture(score_NE, expert_NM, normalise=normalise, scaling=scaling), score_NE
+
+
+def mixture(score_NE: Tensor, expert_NM: Tensor, *, normalise: bool = True, scaling: float = 1.0) -> Tensor:
+    """What each of a token's experts weighs, of the scores of all: weight_NM."""
     weight_NM = score_NE.gather(-1, expert_NM)
     if normalise:
         weight_NM = weight_NM / (weight_NM.sum(-1, keepdim=True) + 1e-20)
-    return expert_NM, weight_NM * scaling, score_NE
+    return weight_NM * scaling
 
 
 def expert_loads(expert_BTM: Tensor, experts: int, valid_BT: Tensor | None = None) -> Tensor:

@@ -63,7 +63,8 @@ def newton_schulz(
         for _ in range(steps):
             gram = torch.bmm(x, x.mT)
             poly = torch.baddbmm(gram, gram, gram, beta=b, alpha=c)
-            x = torch.baddbmm(x, poly, x, beta=a)
+            poly.diagonal(dim1=-2, dim2=-1).add_(a)
+            x = torch.bmm(poly, x)
     x = x.mT if rows > cols else x
     return x.reshape(m_BAB.shape)
 

@@ -133,8 +133,40 @@ def divided(x_NAB: Tensor, norm_N: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """As `basic.rms_norm`, rounded once: torch's own, whose two fused kernels were faster than ours."""
+    """As `basic.rms_norm`, rounded once."""
+    from glm5.kernels.triton.norm_backward import Norm
+
+    out: Tensor = Norm.apply(x, weight, eps)
+    return out
+
+
+def torch_rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """The same of rows of any width."""
     return F.rms_norm(x, (x.shape[-1],), weight, eps)
+
+
+def add_rms_norm(x: Tensor, y: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    """As `basic.add_rms_norm`."""
+    from glm5.kernels.triton.norm_backward import AddNorm
+
+    pair: tuple[Tensor, Tensor] = AddNorm.apply(x, y, weight, eps)
+    return pair
+
+
+def latent_rows(x: Tensor, weight: Tensor, rotation: Tensor, eps: float) -> Tensor:
+    """As `basic.latent_rows`."""
+    from glm5.kernels.triton.norm_backward import LatentRows
+
+    out: Tensor = LatentRows.apply(x, weight, rotation, eps)
+    return out
+
+
+def router(x: Tensor, weight: Tensor, bias: Tensor, top_k: int) -> tuple[Tensor, Tensor]:
+    """Logits in fp32 with gradients, and the experts that are best with the bias."""
+    from glm5.kernels.triton.routing_backward import RouterLogits
+
+    pair: tuple[Tensor, Tensor] = RouterLogits.apply(x, weight, bias, top_k)
+    return pair
 
 
 def swiglu(gate: Tensor, up: Tensor) -> Tensor:

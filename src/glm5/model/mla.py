@@ -12,9 +12,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from glm5.kernels import latent_rows
+from glm5.kernels import latent_rows as packed_rows
 from glm5.kernels.attention import attention_logit_max, dense_attention, sparse_attention, sparse_attention_lse
-from glm5.kernels.basic import Joined, keys_and_values, lay_side_by_side, rope_heads, rope_interleaved
+from glm5.kernels.basic import Joined, keys_and_values, latent_rows, lay_side_by_side, rope_heads
 from glm5.kernels.dispatch import pick, trains_absorbed
 from glm5.kernels.indexer import index_scores, index_select
 from glm5.kernels.indexer_fp8 import IndexKeys, index_select_fp8, round_queries
@@ -182,8 +182,7 @@ class MLA(nn.Module):
 
     def _rows(self, kv_BTX: Tensor, rope: Tensor) -> Tensor:
         """What the cache holds of each position: its normed latent and its rotated key, [B, T, L + R]."""
-        latent, k_rope = kv_BTX.split_with_sizes((self.latent, self.rotary), -1)
-        return torch.cat((self.kv_a_layernorm(latent), rope_interleaved(k_rope, rope)), dim=-1)
+        return latent_rows(kv_BTX, self.kv_a_layernorm.weight, rope, self.kv_a_layernorm.eps)
 
     def _few(self, x_BTD: Tensor, rope: Tensor) -> tuple[Tensor, Tensor, Tensor, tuple[Tensor, Tensor]] | None:
         """What `forward` makes of x up to attention: by one operator, or of a few tokens by two joined products."""
@@ -266,13 +265,13 @@ class MLA(nn.Module):
     @property
     def _reads_packed(self) -> bool:
         """Whether there is an operator for packed rows of these widths, which reads them where they lie."""
-        return (self.latent, self.rotary) == (latent_rows.LATENT, latent_rows.ROTARY)
+        return (self.latent, self.rotary) == (packed_rows.LATENT, packed_rows.ROTARY)
 
     def _absorbed_fp8(self, q_nope: Tensor, q_rope: Tensor, rows: Tensor, selected: Tensor, pages: Pages) -> Tensor:
         """`_absorbed` of packed rows."""
         up = self.kv_b_proj.weight.view(self.heads, self.nope + self.value, self.latent)
         q_full = torch.cat((_by_head(q_nope, up[:, : self.nope]), q_rope), dim=-1)
-        mixed, _ = latent_rows.sparse_attention_fp8(q_full, rows, selected, self.scale, pages)
+        mixed, _ = packed_rows.sparse_attention_fp8(q_full, rows, selected, self.scale, pages)
         return _by_head(mixed, up[:, self.nope :].transpose(1, 2))
 
     def _fold(self, q_nope: Tensor, q_rope: Tensor, rows: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:

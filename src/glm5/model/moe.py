@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from glm5.kernels.balance import sequence_balance_loss
 from glm5.kernels.dispatch import pick
-from glm5.kernels.moe import expert_loads, grouped_swiglu, route
+from glm5.kernels.moe import expert_loads, grouped_swiglu, mixture, route
 from glm5.model.config import ModelConfig
 from glm5.model.layers import SwiGLU
 from glm5.model.trace import Aux, Trace
@@ -49,7 +49,14 @@ class Router(nn.Module):
     def forward(self, x_ND: Tensor, given_NM: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """logits_NE, expert_NM, weight_NM, score_NE, all but the ids fp32. given_NM: as in `kernels.moe.route`."""
         settings: dict[str, Any] = self.settings
-        fast = pick("router", x_ND, self.weight) if settings["n_group"] == 1 and given_NM is None else None
+        trained = torch.is_grad_enabled() and (x_ND.requires_grad or self.weight.requires_grad)
+        operator = "train_router" if trained else "router"
+        fast = pick(operator, x_ND, self.weight) if settings["n_group"] == 1 and given_NM is None else None
+        if fast is not None and trained:
+            logits, expert = fast(x_ND, self.weight, self.e_score_correction_bias, settings["top_k"])
+            score = logits.sigmoid()
+            how = {k: settings[k] for k in ("normalise", "scaling")}
+            return logits, expert, mixture(score, expert, **how), score
         if fast is not None:
             some = {k: settings[k] for k in ("top_k", "normalise", "scaling")}
             routed: tuple[Tensor, Tensor, Tensor, Tensor] = fast(

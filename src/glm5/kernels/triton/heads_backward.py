@@ -81,6 +81,9 @@ def _part(
     tl.store(to_W, sum_W.to(dshared_ptr.dtype.element_ty), mask=(column_W >= own) & (column_W < width))
 
 
+PART = (4, 4)  # heads at a time, and warps, of `_part`
+
+
 def _block(heads: int) -> int:
     """Heads that one program takes at a time: as many as registers hold at 256 columns."""
     return min(16, triton.next_power_of_2(heads))
@@ -142,7 +145,7 @@ class KeysAndValues(torch.autograd.Function):
             _part[(rows,)](
                 dk, dv, dup, dshared, heads, ctx.nope, width, dv.shape[2],
                 dk.stride(0), dk.stride(1), dv.stride(0), dv.stride(1),
-                HEADS=_block(heads), WIDTH=triton.next_power_of_2(width),
-                VALUE=triton.next_power_of_2(dv.shape[2]),
+                HEADS=min(PART[0], _block(heads)), WIDTH=triton.next_power_of_2(width),
+                VALUE=triton.next_power_of_2(dv.shape[2]), num_warps=PART[1],
             )  # fmt: skip
         return dup, dshared, None

@@ -64,11 +64,12 @@ def symmetric_product(x_NAB: Tensor, add_NAA: Tensor | None = None, *, alpha: fl
 
 
 def iterate(x_NAB: Tensor, steps: int, coefficients: tuple[float, float, float]) -> Tensor:
-    """`steps` times X <- a X + (b X X^T + c (X X^T)^2) X of scaled matrices [N, A, B], A <= B."""
+    """`steps` times X <- (a I + b X X^T + c (X X^T)^2) X of scaled matrices [N, A, B], A <= B."""
     a, b, c = coefficients
     x = x_NAB.contiguous()
     for _ in range(steps):
         gram = symmetric_product(x)
         poly = symmetric_product(gram, gram, alpha=c, beta=b)
-        x = torch.baddbmm(x, poly, x, beta=a)
+        poly.diagonal(dim1=-2, dim2=-1).add_(a)
+        x = torch.bmm(poly, x)
     return x
