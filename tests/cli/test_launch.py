@@ -38,10 +38,10 @@ def test_what_one_rank_alone_has_found_is_said_by_it(monkeypatch: pytest.MonkeyP
     waited: list[float] = []
     monkeypatch.setattr(launch.time, "sleep", waited.append)
     monkeypatch.setenv("RANK", "0")
-    with pytest.raises(ConfigError, match="^device='cuda': here is none$"):
+    with pytest.raises(ConfigError, match=r"^device='cuda': here is none$"):
         spoken_once(wrong)
     assert waited == []
     monkeypatch.setenv("RANK", "3")
-    with pytest.raises(UserError, match="^rank 3: device='cuda': here is none$"):
+    with pytest.raises(UserError, match=r"^rank 3: device='cuda': here is none$"):
         spoken_once(wrong)
     assert waited == [launch.PATIENCE]
