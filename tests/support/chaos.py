@@ -77,7 +77,7 @@ def engine(listening: socket.socket) -> None:
 def gateway(listening: socket.socket, engines: list[str]) -> None:
     tokenizer = ScriptedEngine().tokenizer
     made = {url: HttpEngine(url, tokenizer, "glm5-test", 4096, timeout_s=60) for url in engines}
-    pool = EnginePool(made, Router(str(VERSION), silent_s=10.0), beat_s=2.0)
+    pool = EnginePool(made, Router(str(VERSION), silent_s=10.0), beat_s=0.5)
     run_app(create_gateway(pool, GatewayOptions(), start=pool.start, stop=pool.stop), listening)
 
 
@@ -171,6 +171,9 @@ class Chaos:
     Args:
         directory: for the store and what processes say. every: finished samples from fault to fault, on average.
         engines: how many. limit_s: after which it has failed.
+        script: faults, "KIND PROCESS", instead of random ones, `every` samples from one to the next.
+        first: so many of them come before the learner begins. So they come in the middle whatever the pace is: no more
+            than `options.max_open` samples can be begun until then.
 
     Attributes:
         faults: what was done, how often. peak: most samples that ran at once.
@@ -183,6 +186,8 @@ class Chaos:
     every: float
     engines: int = 1
     limit_s: float = 600.0
+    script: list[str] | None = None
+    first: int = 0
     faults: Counter[str] = field(default_factory=Counter)
     peak: int = 0
 
@@ -229,14 +234,20 @@ class Chaos:
         self._parts[name] = part
 
     def _wait(self) -> float:
+        if self.script is not None:
+            return self.every if self.script else math.inf
         return self.every if math.isinf(self.every) else self.rng.expovariate(1 / self.every)
 
-    def _fault(self) -> None:
+    def _next(self) -> tuple[str, str]:
+        """Kind and process of the next fault."""
+        if self.script is not None:
+            kind, name = self.script.pop(0).split()
+            return kind, name
         kind = self.rng.choice(FAULTS)
-        names = sorted(self._parts)
-        if kind == "disk":
-            names = ["orchestrator", "learner"]
-        name = self.rng.choice(names)
+        return kind, self.rng.choice(["orchestrator", "learner"] if kind == "disk" else sorted(self._parts))
+
+    def _fault(self) -> None:
+        kind, name = self._next()
         part = self._parts[name]
         if kind == "loris":
             self._loris()
@@ -250,7 +261,6 @@ class Chaos:
             time.sleep(self.rng.uniform(0.1, 1.5))
             os.kill(part.pid, signal.SIGCONT)
         else:
-            # Some time after its start, so that it minds the signal.
             with suppress(ProcessLookupError):
                 os.kill(part.pid, signal.SIGUSR1)
         self.faults[kind] += 1
@@ -285,7 +295,9 @@ class Chaos:
             over = False
             while True:
                 assert time.monotonic() - begun < self.limit_s, f"not over in {self.limit_s} s: {self._finished()}"
-                names = [*self._engines, "gateway", "learner"]
+                names = [*self._engines, "gateway"]
+                if sum(self.faults.values()) >= self.first:
+                    names.append("learner")
                 names += [s.name for s in self.specs if not s.inside] + ([] if over else ["orchestrator"])
                 for name in names:
                     part = self._parts.get(name)
@@ -293,7 +305,8 @@ class Chaos:
                         over = True
                         del self._parts[name]
                         continue
-                    killed = part is None or part.exitcode == -signal.SIGKILL
+                    # Whoever hears of a full disk before it minds the signal dies of it.
+                    killed = part is None or part.exitcode in (-signal.SIGKILL, -signal.SIGUSR1)
                     assert killed or part.exitcode is None, f"{name}: {part.exitcode}"
                     if killed:
                         self._start(name)
@@ -302,8 +315,8 @@ class Chaos:
                     return time.monotonic() - begun
                 if finished >= following and not over:
                     self._fault()
-                    following = finished + self._wait()
-                time.sleep(0.4)
+                    following = (finished if self.script is None else following) + self._wait()
+                time.sleep(0.1)
         finally:
             self._store.close()
             for part in self._parts.values():

@@ -1,11 +1,10 @@
-"""Real processes, killed, stopped, starved of disk and time at random: the ledger is the one that is known beforehand.
+"""Real processes, killed, stopped, starved of disk, whose clocks jump: the ledger is the one that is known beforehand.
 
-`benchmarks/rollout_chaos.py` does the same with 10,000 samples.
+`benchmarks/rollout_chaos.py` does the same with 10,000 samples, at random.
 """
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 
 import pytest
@@ -18,20 +17,23 @@ from support.rollout_world import World
 from support.rollouts import ledger
 
 SPECS = [
-    TaskSpec("shell", 24, seconds=0.05),
-    TaskSpec("web", 24, seconds=0.3, inside=True),
-    TaskSpec("edit", 12, seconds=0.1, ratio=0.5),
+    TaskSpec("shell", 4, seconds=0.05),
+    TaskSpec("web", 4, seconds=0.3, inside=True),
+    TaskSpec("edit", 2, seconds=0.1, ratio=0.5),
 ]
 OPTIONS = RolloutOptions(
-    group=4, concurrency=32, max_open=96, beat_s=0.5, silent_s=15.0, grace_s=30.0, patience_s=300.0, losses=100
+    group=4, concurrency=12, max_open=16, beat_s=0.5, silent_s=15.0, grace_s=30.0, patience_s=300.0, losses=100
 )
+# The first five at the latest while 16 samples are open and nobody takes any.
+SCRIPT = ["kill shell", "kill orchestrator", "hang engine0", "kill gateway", "disk orchestrator"]
+LATER = ["loris gateway", "kill engine0", "kill learner", "disk learner", "kill orchestrator", "hang edit"]
 
 
-@pytest.mark.skipif("GLM5_CHAOS" not in os.environ, reason="stalls at times, two groups never begun: set GLM5_CHAOS=1")
-@pytest.mark.slow
-@pytest.mark.timeout(1800)  # processes that share their cores with much else take long to begin
-def test_processes_that_die_at_random(tmp_path: Path) -> None:
-    chaos = Chaos(tmp_path, SPECS, OPTIONS, seed=7, every=12.0, limit_s=1500.0)
+@pytest.mark.timeout(900)  # processes that share their cores with much else take long to begin
+def test_processes_that_die(tmp_path: Path) -> None:
+    chaos = Chaos(
+        tmp_path, SPECS, OPTIONS, seed=7, every=3.0, script=[*SCRIPT, *LATER], first=len(SCRIPT), limit_s=240.0
+    )
     try:
         chaos.run()
     except BaseException as error:
@@ -39,10 +41,9 @@ def test_processes_that_die_at_random(tmp_path: Path) -> None:
     known = expected(SPECS, OPTIONS.group)
     with Store(chaos.path, read_only=True) as store:
         counts, samples = store.counts(), store.samples()
-    assert counts.started == sum(counts.by_status.values()) == len(known) == 240
+    assert counts.started == sum(counts.by_status.values()) == len(known) == 40
     assert {s.id: (s.outcome, s.reward, s.state) for s in samples} == known
-    assert sum(sample.repeats for sample in samples) > 0
-    assert sum(chaos.faults.values()) >= 8
+    assert chaos.faults.keys() >= {"kill shell", "kill orchestrator", "hang", "kill gateway", "disk"}
 
     async def undisturbed() -> None:
         await World(tmp_path / "undisturbed.sqlite", [spec.made() for spec in SPECS], OPTIONS).finish()
