@@ -16,6 +16,7 @@ import pytest
 import torch
 from safetensors.torch import save
 
+from glm5.kernels.cpu.build import available
 from glm5.model.generate import generate
 from glm5.model.weights import disk_tensors, load_model, save_model
 from glm5.parallel.inference import Share, check
@@ -347,6 +348,29 @@ def test_halves_of_prompts_and_of_heads_over_four_ranks(checkpoints: list[str], 
     same(found["chunks"], expected["chunks"])
     for _, their_pages, _ in others:
         assert all(map(torch.equal, pages, their_pages))
+
+
+# --------------------------------------------------------------------------- the invariant mode
+def _invariant(world: World, checkpoint: str) -> Any:
+    share = Share(world, tiny_config(), ordered=True)
+    member = Member(load_model(checkpoint, share=share), share)
+    if not member.leads:
+        member.follow()
+        return None
+    leader = Leader(member)
+    config = replace(ROOMY, invariant=True)
+    some = prompts()[1:5]
+    alone = [answers(Engine(leader.model, config, ranks=leader), [ids])[0] for ids in some]
+    together = answers(Engine(leader.model, replace(WAYS["chunks"], invariant=True), ranks=leader), some)
+    leader.close()
+    return alone, together
+
+
+@pytest.mark.skipif(not available()[0], reason="needs a C++ compiler")
+def test_no_bit_depends_on_the_batch_over_four_ranks(checkpoints: list[str], expected: dict[str, Any]) -> None:
+    alone, together = run_ranks(4, "tp=4", _invariant, checkpoints[0])[0]
+    same(alone, expected["plain"][1:5])
+    assert together == alone
 
 
 # --------------------------------------------------------------------------- recorded steps

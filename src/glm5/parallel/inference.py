@@ -43,9 +43,10 @@ class SummedLinear(Linear):
     """A Linear with this rank's columns: the products are summed, then the whole bias is added."""
 
     group: ProcessGroup
+    ordered: bool
 
     def forward(self, x: Tensor) -> Tensor:
-        y = _summed(F.linear(x, self.weight), self.group)
+        y = _summed(F.linear(x, self.weight), self.group, self.ordered)
         return y if self.bias is None else y + self.bias
 
 
@@ -53,18 +54,20 @@ class SummedSwiGLU(SwiGLU):
     """SwiGLU with this rank's share of the inner width."""
 
     group: ProcessGroup
+    ordered: bool
 
     def forward(self, x: Tensor) -> Tensor:
-        return _summed(super().forward(x), self.group)
+        return _summed(super().forward(x), self.group, self.ordered)
 
 
 class SummedMoE(MoE):
     """A MoE whose experts, the shared one included, are here with a share of their width: one sum for all of them."""
 
     group: ProcessGroup
+    ordered: bool
 
     def forward(self, x_BTD: Tensor, **options: Any) -> Tensor:
-        return _summed(super().forward(x_BTD, **options), self.group)
+        return _summed(super().forward(x_BTD, **options), self.group, self.ordered)
 
     def _at_once(self, x_ND: Tensor) -> Tensor | None:
         return None if isinstance(self.experts, ExchangedExperts) else super()._at_once(x_ND)
@@ -79,11 +82,23 @@ class ExchangedExperts(SpreadExperts):
         return self._routed(x_ND, expert_NM, weight_NM, other)
 
 
-def _summed(x: Tensor, group: ProcessGroup) -> Tensor:
-    """The sum over the group, in place of x, the same bits on every rank."""
-    if group.size() > 1:
-        x = x.contiguous()
-        dist.all_reduce(x, group=group)
+def _summed(x: Tensor, group: ProcessGroup, ordered: bool) -> Tensor:
+    """The sum over the group, in place of x, the same bits on every rank.
+
+    Args:
+        ordered: add in the order of the ranks, in fp32, wherever a number lies in x: an all-reduce takes parts of x in
+            different orders.
+    """
+    if group.size() == 1:
+        return x
+    if ordered:
+        first, *others = _gathered(x, group)
+        total = first.float()
+        for part in others:
+            total = total + part
+        return total.to(x.dtype)
+    x = x.contiguous()
+    dist.all_reduce(x, group=group)
     return x
 
 
@@ -108,11 +123,15 @@ def check(mesh: Mesh, config: ModelConfig) -> None:
 
 
 class Share:
-    """This rank's part of a model: a `glm5.model.weights.Share`."""
+    """This rank's part of a model: a `glm5.model.weights.Share`.
 
-    def __init__(self, world: World, config: ModelConfig) -> None:
+    Args:
+        ordered: sums between ranks have one order for every row, more slowly.
+    """
+
+    def __init__(self, world: World, config: ModelConfig, *, ordered: bool = False) -> None:
         check(world.mesh, config)
-        self.world, self._tied = world, config.tie_word_embeddings
+        self.world, self.ordered, self._tied = world, ordered, config.tie_word_embeddings
         self.tp, self._tp_place = world.count("tp"), world.place("tp")
         self.ep, self._ep_place = world.count("ep"), world.place("ep")
         each = config.n_routed_experts // self.ep
@@ -153,6 +172,7 @@ class Share:
     def _become(self, module: nn.Module, kind: type[nn.Module]) -> None:
         module.__class__ = kind
         module.group = self.world.group("tp")  # type: ignore[assignment]
+        module.ordered = self.ordered  # type: ignore[assignment]
 
     def head(self, model: GLM5, hidden_ND: Tensor) -> Tensor:
         """This rank's part of the logits, [N, V / tp]."""

@@ -69,8 +69,10 @@ def check_options(options: RankOptions) -> None:
         ConfigError: it cannot.
     """
     check(options.mesh, ModelConfig.load(options.checkpoint))
-    if options.engine.invariant:
-        raise ConfigError("invariant", True, "is of one process: leave --mesh out")
+    for axis in ("ep", "cp"):
+        if options.engine.invariant and getattr(options.mesh, axis) > 1:
+            rule = "goes with --invariant on the axes tp and dp only: leave one of them out"
+            raise ConfigError(f"mesh.{axis}", getattr(options.mesh, axis), rule)
     if options.device.startswith("cuda:"):
         raise ConfigError("device", options.device, "each process takes a GPU of its own: give cuda")
 
@@ -90,7 +92,7 @@ def run(options: RankOptions, http: HttpOptions) -> int:
                 signal.signal(number, signal.SIG_IGN)
         front = _meet(world, stack)
         config = ModelConfig.load(options.checkpoint)
-        share = Share(world, config)
+        share = Share(world, config, ordered=options.engine.invariant)
         try:
             model = load_model(options.checkpoint, device=world.device, dtype=options.dtype, share=share)
         except UserError as error:

@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import pickle
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import suppress
+from contextlib import AbstractContextManager, nullcontext, suppress
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -35,6 +35,7 @@ from glm5.model.trace import Trace
 from glm5.model.weights import assign_tensors, load_model, public_tensors
 from glm5.parallel.inference import Share
 from glm5.parallel.mesh import World
+from glm5.serve import invariant
 from glm5.serve.client import WeightUpdate
 from glm5.serve.graphs import Graphs, Outputs
 from glm5.serve.lockstep import Kind, Lockstep
@@ -59,7 +60,8 @@ class Member:
     only the leader has, and which it sends.
 
     Args:
-        model: as `load` gives it. share: of the same world.
+        model: as `load` gives it. share: of the same world; if its sums are ordered, calls of the trunk and of the head
+            keep to the operators of the invariant mode.
     """
 
     def __init__(self, model: GLM5, share: Share) -> None:
@@ -170,11 +172,12 @@ class Member:
         trace: Trace | None = None,
     ) -> Tensor:
         """`GLM5.hidden` of ids in pages; the leader has made the batch already. traced: it wants to see all rows."""
-        batch = batch or PagedBatch(self._cache, runs)
+        batch = batch or PagedBatch(self._cache, runs, by_row=self.share.ordered)
         ids = self._sent(sent, (1, len(batch.row_N)), torch.int64)
         ranks = self.context.size()
         if ranks == 1 or len(batch.row_N) < SPLIT_FROM * ranks or traced:
-            return GLM5.hidden(self.model, ids, cache=batch, trace=trace)
+            with self._operators():
+                return GLM5.hidden(self.model, ids, cache=batch, trace=trace)
         piece = SplitBatch(batch, self.context)
         hidden = piece.gather(GLM5.hidden(self.model, piece.share(ids), cache=piece))
         batch.keep_hidden(hidden)
@@ -197,7 +200,8 @@ class Member:
         read = self._sent(sent, (rows, self.model.config.hidden_size), self.model.dtype)
         if not self.heads_logits:
             return None
-        part = self.share.head(self.model, read)
+        with self._operators():
+            part = self.share.head(self.model, read)
         if self.tensor.size() == 1:
             return part
         parts = [torch.empty_like(part) for _ in range(self.tensor.size())] if self.leads else None
@@ -265,6 +269,9 @@ class Member:
         return self.share.whole(name, self.model.state_dict()[name])
 
     # ------------------------------------------------------------------ helpers
+    def _operators(self) -> AbstractContextManager[None]:
+        return invariant.operators(self.model) if self.share.ordered else nullcontext()
+
     @property
     def _cache(self) -> PagedCache:
         assert self.cache is not None, "the engine makes pages first"
