@@ -82,7 +82,7 @@ def _by_work(world: World, directory: str) -> tuple[list[str], list[float]]:
     of = make(world, directory, f"{world.mesh}-by-work", by_work=True, micro_batch=1)
     own, _ = gradients(of)
     of.samples = 0
-    rows = of._rows(4)
+    rows = of._rows(0, 4)
     seen = [float((torch.arange(r.seq_len) - r.first_BS[:, : r.seq_len] + 1).clamp(min=0).sum()) for r in rows]
     return apart(found, own, TOLERANCE), seen
 

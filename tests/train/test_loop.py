@@ -209,7 +209,7 @@ def test_packed_documents_train_as_if_alone(stage: Any, tmp_path: Path, monkeypa
     for batch in (packed, apart):
         # Balance is a property of a row, so it does differ.
         of = trainer(tmp_path, data, stage=stage, rows=len(batch), balance_weight=0.0, clip=1e9, lr=1e-3)
-        monkeypatch.setattr(of, "_rows", lambda _, batch=batch: [Rows.of(batch, torch.device("cpu"))])
+        monkeypatch.setattr(of, "_rows", lambda *_, batch=batch: [Rows.of(batch, torch.device("cpu"))])
         found.append(gradients(of, monkeypatch))
     close(*found, tolerance=1e-5)
 

@@ -136,6 +136,7 @@ class Trainer:
         self.store = self.ranks.store(self.directory / "checkpoints", self.config.keep, self.state.places)
         self.finished_steps = 0
         self.samples = 0
+        self._ahead: tuple[int, int, list[Rows]] | None = None  # first sample, count, and the rows that were read
 
     @property
     def _parts(self) -> Any:
@@ -163,12 +164,13 @@ class Trainer:
         measure = self.finished_steps % config.measure_every == 0
         with self.meter.watching(self.pipeline, measure):
             totals, counts, rows, norm, lr = self._update(measure)
+        found = totals.metrics(self.loader.dataset.bytes_per_token, recall=not config.sparse)  # waits for the device
         seconds = time.perf_counter() - began
         self.finished_steps += 1
         self.samples += counts.rows
         self.tokens += counts.tokens
         metrics = {
-            **totals.metrics(self.loader.dataset.bytes_per_token, recall=not config.sparse),
+            **found,
             "lr": lr,
             "grad_norm": norm,
             "tokens": self.tokens,
@@ -194,7 +196,7 @@ class Trainer:
         config = self.config
         count = config.batch.batch(self.samples)
         self.ranks.at(self.finished_steps, "0 rows")
-        rows = self._rows(count)
+        rows = self._rows(self.samples, count)
         self.ranks.at(self.finished_steps, "1 forward and backward")
         held = torch.stack([r.counts(self.model.config.index_topk) for r in rows]).sum(0)
         tokens, queries, pairs, selected = self.ranks.sum(held).tolist()
@@ -215,6 +217,9 @@ class Trainer:
         totals.over(self.ranks)
         if config.trains_model and (rate := config.bias_rate_at(self.tokens)):
             self._balance(totals.own_loads, rate)
+        if self.finished_steps + 1 < config.steps:  # the next step's rows are read while the device is busy
+            coming = (self.samples + count, config.batch.batch(self.samples + count))
+            self._ahead = (*coming, self._rows(*coming))
         return totals, counts, rows, norm, lr
 
     def _in_turn(self, rows: list[Rows], counts: Counts) -> tuple[Totals, tuple[float, Rows] | None]:
@@ -244,10 +249,12 @@ class Trainer:
         """The step's loss from one micro-batch, whose rows begin with the step's row `first`."""
         return Objective(self.config, self.ranks, self.tokens, counts, totals).of(self.model, rows, first)
 
-    def _rows(self, count: int) -> list[Rows]:
-        """This rank's micro-batches of a step of so many rows."""
+    def _rows(self, first: int, count: int) -> list[Rows]:
+        """This rank's micro-batches of a step of so many rows, from this sample on."""
+        if self._ahead is not None and self._ahead[:2] == (first, count):
+            return self._ahead[2]
         size, dataset, device = self.config.micro_batch, self.loader.dataset, self.model.device
-        numbers = self.loader.rows(self.samples, count)
+        numbers = self.loader.rows(first, count)
         if self.config.by_work:
             numbers = numbers[in_turn(dataset.work(numbers, self.cost), self.ranks.count("dp"))]
         numbers = self.ranks.share(numbers)

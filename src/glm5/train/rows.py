@@ -45,11 +45,15 @@ class Rows:
         first_BS = torch.from_numpy(first_and_positions(batch.document_BS)[0]).long()
         ahead = batch.ids_BS.shape[1] - batch.seq_len
         targets = [tuple(map(torch.from_numpy, batch.targets(depth))) for depth in range(1, ahead + 1)]
+
+        def there(x: Tensor) -> Tensor:  # from pinned memory, where the host need not wait for the device
+            return x.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else x.to(device)
+
         return cls(
-            torch.from_numpy(batch.ids_BS).to(device),
-            torch.from_numpy(batch.document_BS).to(device),
-            first_BS.to(device),
-            tuple((target_BT.to(device), weight_BT.to(device)) for target_BT, weight_BT in targets),
+            there(torch.from_numpy(batch.ids_BS)),
+            there(torch.from_numpy(batch.document_BS)),
+            there(first_BS),
+            tuple((there(target_BT), there(weight_BT)) for target_BT, weight_BT in targets),
             bool((first_BS == 0).all()),
         )
 
