@@ -53,7 +53,8 @@ def test_documents() -> None:
 def test_segments_of_packed_rows() -> None:
     """Documents of 3, 1 and 2 tokens, then padding; a row without padding; one whose documents' ends see nothing."""
     first = [[0, 0, 0, 3, 4, 4, 8, 8], [0, 0, 0, 0, 0, 5, 5, 5], [0, 0, 8, 3, 3, 8, 6, 8]]
-    edges, longest = Visibility.documents(torch.tensor(first)).segments
+    edges, longest, padded = Visibility.documents(torch.tensor(first)).segments
     assert edges.tolist() == [0, 3, 4, 6, 8, 13, 16, 18, 19, 21, 22, 23, 24]
     assert edges.dtype == torch.int32
-    assert longest == 5
+    assert (longest, padded) == (5, True)
+    assert not Visibility.documents(torch.tensor([[0, 0, 2, 2]])).segments[2]

@@ -105,12 +105,16 @@ def _fused_documents(q_BTHX: Tensor, k_BSGX: Tensor, v_BSGV: Tensor, visible: Vi
 
     widths = [x.shape[-1] for x in (q_BTHX, k_BSGX, v_BSGV)]
     wide = -(-max(widths) // 8) * 8
-    q, k, v = (F.pad(x, (0, wide - w)).flatten(0, 1) for x, w in zip((q_BTHX, k_BSGX, v_BSGV), widths, strict=True))
-    edges, longest = visible.segments
+    same = min(widths) == wide  # a pad by nothing would be a copy
+    q, k, v = (
+        (x if same else F.pad(x, (0, wide - w))).flatten(0, 1)
+        for x, w in zip((q_BTHX, k_BSGX, v_BSGV), widths, strict=True)
+    )
+    edges, longest, padded = visible.segments
     out = varlen_attn(q, k, v, edges, edges, longest, longest, scale=scale, window_size=(-1, 0))
     assert isinstance(out, Tensor)  # it is a pair only where asked for more
     out = out.unflatten(0, q_BTHX.shape[:2])[..., : widths[2]]
-    return out.masked_fill((visible.first_BT > visible.last_BT)[..., None, None], 0.0)
+    return out.masked_fill((visible.first_BT > visible.last_BT)[..., None, None], 0.0) if padded else out
 
 
 def _gathered(

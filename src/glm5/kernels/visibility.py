@@ -65,8 +65,9 @@ class Visibility:
         return self.first_BT.to(torch.int32).contiguous(), self.last_BT.to(torch.int32).contiguous()
 
     @cached_property
-    def segments(self) -> tuple[Tensor, int]:
-        """Of packed rows, flattened: where each document begins and the last ends, int32, and the longest's length.
+    def segments(self) -> tuple[Tensor, int, bool]:
+        """Of packed rows, flattened: where each document begins and the last ends, int32; the longest's length; whether
+        there is padding.
 
         Padding between documents is a segment too. Made once for all layers of a call; waits for the device.
         """
@@ -76,7 +77,8 @@ class Visibility:
         begins_BT[:, 0] = True
         end = torch.full((1,), begins_BT.numel(), device=begins_BT.device)
         edges = torch.cat((begins_BT.flatten().nonzero()[:, 0], end))
-        return edges.to(torch.int32), int(edges.diff().max())
+        longest, padded = torch.stack((edges.diff().max(), empty_BT.any().long())).tolist()
+        return edges.to(torch.int32), longest, bool(padded)
 
     @cached_property
     def positions_BTK(self) -> Tensor:
