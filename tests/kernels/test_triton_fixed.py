@@ -28,8 +28,13 @@ def randn(*shape: int, seed: int = 0) -> Tensor:
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(DEVICE, DTYPE)
 
 
-@pytest.mark.parametrize(("rows", "inner", "columns", "bias"), [(70, 100, 130, True), (3, 64, 64, False)])
-def test_linear(rows: int, inner: int, columns: int, bias: bool) -> None:
+@pytest.mark.parametrize(
+    ("rows", "inner", "columns", "bias"),
+    [(70, 100, 130, True), (3, 64, 64, False), (70, 1100, 70, False), (150, 1030, 70, True)],
+)
+def test_linear(rows: int, inner: int, columns: int, bias: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Few rows, whose shares are computed apart, and many, in wider tiles where there are two of them."""
+    monkeypatch.setattr(fixed, "WIDE_FROM", 2)
     x, weight = randn(rows, inner), randn(columns, inner, seed=1)
     offset = randn(columns, seed=2) if bias else None
     whole = fixed.linear(x, weight, offset)

@@ -1,10 +1,10 @@
 """Operators in which a row's bits do not depend on the rows beside it: what the invariant mode runs on a GPU.
 
-Each has one form and one tile, however many rows there are. A product adds up its inner width in one order and never in
-shares; attention goes over a query's positions in shares of a fixed number, which are put together in their order, and
-shares without positions change nothing; an expert's tile is of one size. So which rows share a call, and in which
-places, only decides which program computes them. What is computed row by row anyway (`basic`, `route`) stands beside
-these in `versions`. They cost speed where a tile for few rows, or cuBLAS, would be faster.
+Each adds up in one order, however many rows there are. A product cuts its inner width into shares that its weight alone
+decides, and adds them in their order; attention goes over a query's positions in shares of a fixed number, put together
+in their order, where shares without positions change nothing; an expert's tile is of one size. So which rows share a
+call, and in which places, only decides which program computes them. What is computed row by row anyway (`basic`,
+`route`) stands beside these in `versions`. They cost speed where a tile for few rows, or cuBLAS, would be faster.
 Read next: `glm5.serve.invariant`, which runs a model on them.
 """
 
@@ -33,7 +33,11 @@ from glm5.kernels.triton.routing import RUN, _choose, _logits, route
 from glm5.kernels.visibility import Visibility
 
 LOG2E = 1.4426950408889634
-LINEAR = dict(BLOCK_M=64, BLOCK_N=64, BLOCK_K=64)
+# Of a product: its tiles with few rows and with many, the latter from so many tiles on. Both add up a share alike.
+NARROW = dict(BLOCK_M=64, BLOCK_N=64, BLOCK_K=64, GROUP=1, num_warps=4, num_stages=4)
+WIDE = dict(BLOCK_M=128, BLOCK_N=128, BLOCK_K=64, GROUP=8, num_warps=8, num_stages=3)
+WIDE_FROM = 128
+MOST_SHARES, SHARED_TILES = 4, 384  # of the inner width at most; narrow tiles times shares, about
 BY_HEAD = dict(BLOCK_T=64, BLOCK_X=64, BLOCK_Y=128)
 EXPERTS = (64, 64, 64, 4, 4), (64, 128, 64, 4, 4)
 QUERIES, KEYS = 4, 128  # of a tile of index scores
@@ -44,42 +48,83 @@ PARTS_UP_TO = 2**27  # numbers of the shares' results at a time
 @triton.jit
 def _linear(
     x_ptr, w_ptr, bias_ptr, out_ptr, rows, columns, K, x_stride,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, BIAS: tl.constexpr,
+    SHARE: tl.constexpr, SHARES: tl.constexpr, APART: tl.constexpr, BIAS: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP: tl.constexpr,
 ):  # fmt: skip
+    """x w^T: SHARES sums of SHARE columns each, added in their order, or, APART, one of them to out[share] in fp32."""
     tiles_m = tl.cdiv(rows, BLOCK_M)
-    row_M = tl.program_id(0) % tiles_m * BLOCK_M + tl.arange(0, BLOCK_M)
-    col_N = tl.program_id(0) // tiles_m * BLOCK_N + tl.arange(0, BLOCK_N)
-    col_K = tl.arange(0, BLOCK_K)
+    in_group = GROUP * tl.cdiv(columns, BLOCK_N)
+    first = tl.program_id(0) // in_group * GROUP  # tiles of rows that share weights run side by side
+    size = tl.minimum(tiles_m - first, GROUP)
+    row_M = (first + tl.program_id(0) % in_group % size) * BLOCK_M + tl.arange(0, BLOCK_M)
+    col_N = tl.program_id(0) % in_group // size * BLOCK_N + tl.arange(0, BLOCK_N)
+    begin = tl.program_id(1) * SHARE if APART else 0
+    col_K = begin + tl.arange(0, BLOCK_K)
     real_M = (row_M < rows)[:, None]
     real_N = (col_N < columns)[:, None]
     x_MK = x_ptr + row_M[:, None].to(tl.int64) * x_stride + col_K[None, :]
     w_NK = w_ptr + col_N[:, None].to(tl.int64) * K + col_K[None, :]
-    acc_MN = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
-    for k in range(0, K, BLOCK_K):
-        inside = (col_K < K - k)[None, :]
-        x = tl.load(x_MK + k, mask=real_M & inside, other=0.0)
-        w = tl.load(w_NK + k, mask=real_N & inside, other=0.0)
-        acc_MN = tl.dot(x, tl.trans(w), acc=acc_MN, input_precision="ieee")
-    if BIAS:
-        acc_MN += tl.load(bias_ptr + col_N, mask=col_N < columns, other=0.0).to(tl.float32)[None, :]
+    total_MN = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
+    for share in range(1 if APART else SHARES):
+        acc_MN = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
+        for k in range(share * SHARE, share * SHARE + SHARE, BLOCK_K):
+            inside = (col_K < K - k)[None, :]
+            x = tl.load(x_MK + k, mask=real_M & inside, other=0.0)
+            w = tl.load(w_NK + k, mask=real_N & inside, other=0.0)
+            acc_MN = tl.dot(x, tl.trans(w), acc=acc_MN, input_precision="ieee")
+        total_MN += acc_MN
     target = out_ptr + row_M[:, None].to(tl.int64) * columns + col_N[None, :]
-    tl.store(target, acc_MN.to(out_ptr.dtype.element_ty), mask=real_M & (col_N < columns)[None, :])
+    if APART:
+        target += tl.program_id(1).to(tl.int64) * rows * columns
+    elif BIAS:
+        total_MN += tl.load(bias_ptr + col_N, mask=col_N < columns, other=0.0).to(tl.float32)[None, :]
+    tl.store(target, total_MN.to(out_ptr.dtype.element_ty), mask=real_M & (col_N < columns)[None, :])
+
+
+@triton.jit
+def _add_shares(
+    part_ptr, bias_ptr, out_ptr, numbers, columns, SHARES: tl.constexpr, BIAS: tl.constexpr, BLOCK: tl.constexpr
+):
+    at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    inside = at < numbers
+    total = tl.zeros([BLOCK], tl.float32)
+    for share in tl.static_range(SHARES):
+        total += tl.load(part_ptr + share * numbers + at, mask=inside, other=0.0)
+    if BIAS:
+        total += tl.load(bias_ptr + at % columns, mask=inside, other=0.0).to(tl.float32)
+    tl.store(out_ptr + at, total.to(out_ptr.dtype.element_ty), mask=inside)
 
 
 def linear(x: Tensor, weight_OK: Tensor, bias_O: Tensor | None = None) -> Tensor:
-    """As `torch.nn.functional.linear`, [..., O] in x's dtype. weight_OK: contiguous, of x's dtype."""
+    """As `torch.nn.functional.linear`, [..., O] in x's dtype. weight_OK: contiguous, of x's dtype.
+
+    The weight alone decides into how many shares the inner width is cut. Few rows give each share a program of its own,
+    so that all multiprocessors read; many rows take wider tiles, whose programs add up all shares themselves. A number
+    is the same sum either way.
+    """
     rows = x.reshape(-1, x.shape[-1])
-    out = rows.new_empty(rows.shape[0], weight_OK.shape[0])
+    (count, width), columns = rows.shape, weight_OK.shape[0]
+    out = rows.new_empty(count, columns)
     if out.numel():
         if rows.stride(1) != 1:
             rows = rows.contiguous()
-        grid = triton.cdiv(rows.shape[0], LINEAR["BLOCK_M"]) * triton.cdiv(weight_OK.shape[0], LINEAR["BLOCK_N"])
-        _linear[(grid,)](
-            rows, weight_OK, weight_OK if bias_O is None else bias_O, out,
-            rows.shape[0], weight_OK.shape[0], weight_OK.shape[1], rows.stride(0),
-            BIAS=bias_O is not None, num_warps=4, num_stages=4, **LINEAR,
+        shares = max(1, min(MOST_SHARES, SHARED_TILES // triton.cdiv(columns, NARROW["BLOCK_N"]), width // 512))
+        share = triton.cdiv(triton.cdiv(width, shares), NARROW["BLOCK_K"]) * NARROW["BLOCK_K"]
+        shares = triton.cdiv(width, share)
+        wide = triton.cdiv(count, WIDE["BLOCK_M"]) * triton.cdiv(columns, WIDE["BLOCK_N"]) >= WIDE_FROM
+        tile, apart = WIDE if wide else NARROW, count <= NARROW["BLOCK_M"] and shares > 1
+        bias = weight_OK if bias_O is None else bias_O
+        into = rows.new_empty(shares, count, columns, dtype=torch.float32) if apart else out
+        tiles = triton.cdiv(count, tile["BLOCK_M"]) * triton.cdiv(columns, tile["BLOCK_N"])
+        _linear[tiles, shares if apart else 1](
+            rows, weight_OK, bias, into, count, columns, width, rows.stride(0),
+            SHARE=share, SHARES=shares, APART=apart, BIAS=bias_O is not None, **tile,
         )  # fmt: skip
-    return out.view(*x.shape[:-1], weight_OK.shape[0])
+        if apart:
+            _add_shares[(triton.cdiv(out.numel(), 1024),)](
+                into, bias, out, out.numel(), columns, SHARES=shares, BIAS=bias_O is not None, BLOCK=1024
+            )
+    return out.view(*x.shape[:-1], columns)
 
 
 def by_head(x_NHX: Tensor, weight_HXY: Tensor, rope_NHR: Tensor | None = None) -> Tensor:
