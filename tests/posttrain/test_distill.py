@@ -84,7 +84,7 @@ def test_a_tokens_advantage_is_its_own_teachers(tmp_path: Path) -> None:
     longer = replace(given.rollout, max_new_tokens=6)
     rollouts = Rollouts(model, t, longer, None, seed=0)
     learner = Distiller(given.learn, model, glm5_reasoning(), rollouts, tmp_path, "")
-    learner.teachers, learner.divergence = load_teachers(given, ["a", "b"]), {}
+    learner.teachers, learner.divergence = load_teachers(given, ["a", "b"], "cpu"), {}
     groups = rollouts.draw(list(enumerate(prepare_prompts(given.prompts, 0).train[:4])))
     batch = []
     for group in groups:

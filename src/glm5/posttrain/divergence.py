@@ -7,7 +7,9 @@ At each token of the policy's own answers
 takes the place of one drawn token's advantage; in the mean over draws the two have one gradient (a test adds them up).
 `top` sums over the policy's likeliest ids and takes all others as one, which is never more than the whole. Both are of
 the distribution that was drawn from: temperature and kept sets as in `logprobs`. No tensor of tokens × vocabulary
-outlives a chunk. Source: report, section 3.5, whose Eq. 2 has drawn tokens. Read next: `distill`, `update`.
+outlives a chunk. A teacher behind an engine names its own likeliest ids, which take the place of the policy's: again
+all others are one, so that the sum is never more than the whole. Source: report, section 3.5, whose Eq. 2 has drawn
+tokens. Read next: `distill`, `update`.
 """
 
 from __future__ import annotations
@@ -79,6 +81,37 @@ def reverse_kl(
     return torch.cat(found) if found else hidden_ND.sum(-1).to(accum)
 
 
+def told_kl(
+    hidden_ND: Tensor,
+    head_VD: Tensor,
+    ids_NK: Tensor,
+    told_NK: Tensor,
+    *,
+    vocab_size: int | None = None,
+    chunk: int | None = None,
+) -> Tensor:
+    """`reverse_kl` to a teacher of which only some log-probabilities are known, at temperature 1 over all ids.
+
+    Args:
+        ids_NK, told_NK: those ids at each state, and their log-probabilities.
+    """
+    vocab = vocab_size or len(head_VD)
+    accum = torch.promote_types(hidden_ND.dtype, torch.float32)
+    device = hidden_ND.device.type
+    chunk = chunk or max(1, CHUNK_ELEMENTS.get(device, CHUNK_ELEMENTS["cuda"]) // vocab)
+
+    def part(states_cD: Tensor, head: Tensor, start: int, stop: int) -> Tensor:
+        own_cV = (states_cD.to(accum) @ head[:vocab].to(accum).T).log_softmax(-1)
+        own_cK, teacher_cK = own_cV.gather(-1, ids_NK[start:stop]), told_NK[start:stop].to(accum)
+        return _summed(own_cK, teacher_cK) + _summed(_rest(own_cK)[:, None], _rest(teacher_cK)[:, None])
+
+    found = []
+    for start in range(0, len(hidden_ND), chunk):
+        stop = min(start + chunk, len(hidden_ND))
+        found.append(checkpoint(part, hidden_ND[start:stop], head_VD, start, stop, use_reentrant=False))
+    return torch.cat(found) if found else hidden_ND.sum(-1).to(accum)
+
+
 def _summed(own_cV: Tensor, teacher_cV: Tensor) -> Tensor:
     """Σ p (log p - log q); an id that was not kept has no part in it."""
     apart_cV = (own_cV - teacher_cV).masked_fill(own_cV.detach().isneginf(), 0.0)
@@ -96,10 +129,11 @@ class DivergenceUpdate(PolicyUpdate):
 
     Args:
         base: whose model, optimizer and settings this takes up.
-        teachers: which `PolicyRows.teacher_BT` numbers. top: as in `reverse_kl`.
+        teachers: which `PolicyRows.teacher_BT` numbers; None is one that an engine serves, of which the rows know.
+        top: as in `reverse_kl`.
     """
 
-    def __init__(self, base: PolicyUpdate, teachers: Sequence[GLM5], top: int) -> None:
+    def __init__(self, base: PolicyUpdate, teachers: Sequence[GLM5 | None], top: int) -> None:
         settings: dict[str, Any] = dict(micro_batch=base.micro_batch, clip=base.clip, sparse=base.sparse)
         super().__init__(base.model, base.optimizer, base.loss, **settings, ranks=base.ranks, holdings=base.holdings)
         self.teachers, self.top = teachers, top
@@ -138,6 +172,13 @@ class DivergenceUpdate(PolicyUpdate):
         for number, teacher in enumerate(self.teachers):
             mine_M = (teacher_A == number).nonzero().squeeze(1)
             if not len(mine_M):
+                continue
+            if teacher is None:
+                assert part.told_ids_BTK is not None
+                assert part.told_logprobs_BTK is not None
+                ids_MK, told_MK = (t.flatten(0, 1)[at_A[mine_M]] for t in (part.told_ids_BTK, part.told_logprobs_BTK))
+                kl_M = told_kl(hidden_AD[mine_M], head_VD, ids_MK, told_MK, vocab_size=part.vocab_size)
+                found_A = found_A.index_put((mine_M,), kl_M)
                 continue
             with torch.no_grad():
                 states_MD = part.without_replay().hidden(teacher).flatten(0, 1)[at_A[mine_M]]

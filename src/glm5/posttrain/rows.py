@@ -109,6 +109,8 @@ class PolicyRows:
         experts_BTXM: int16, the experts that each of X MoE layers takes for the query's own id, whatever its router
             says (router replay); -1 leaves it to the router. None: all are left to it.
         teacher_BT: int64, the number of the teacher that the target is learned from; -1 none. None: there are none.
+        told_ids_BTK, told_logprobs_BTK: the ids that a served teacher finds likeliest there, int64, and their
+            log-probabilities, fp32; zeros where it was not asked. None: none was.
     """
 
     input_BT: Tensor
@@ -123,6 +125,8 @@ class PolicyRows:
     vocab_size: int | None = None
     experts_BTXM: Tensor | None = None
     teacher_BT: Tensor | None = None
+    told_ids_BTK: Tensor | None = None
+    told_logprobs_BTK: Tensor | None = None
 
     def __len__(self) -> int:
         return len(self.input_BT)
