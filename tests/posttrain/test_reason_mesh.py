@@ -16,19 +16,25 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import test_distill
 import torch
 from test_policy_ranks import batches
 from test_policy_update import CONFIGS
-from test_reason import SUPPORT, config
+from test_reason import SUPPORT, checkpoint, config
 
 from glm5.model.glm5 import GLM5
 from glm5.model.weights import load_model
 from glm5.parallel.mesh import World
+from glm5.posttrain.distill import distill
 from glm5.posttrain.divergence import DivergenceUpdate
-from glm5.posttrain.reason import reason
+from glm5.posttrain.general import GeneralConfig, general
+from glm5.posttrain.learner import LearnConfig
+from glm5.posttrain.reason import PromptConfig, reason
+from glm5.posttrain.rollouts import RolloutConfig
 from glm5.posttrain.samples import read_samples
 from glm5.posttrain.update import PolicyUpdate, freeze_indexers, score
 from glm5.train.ranks import PipelineOptions, Ranks
+from glm5.train.schedule import LearningRate
 from glm5.utils.config_io import save
 from glm5.utils.errors import ConfigError
 from glm5.utils.runlog import read_metrics
@@ -97,8 +103,8 @@ def test_a_policy_over_two_ranks_has_one_processs_gradients(mesh: str) -> None:
                 torch.testing.assert_close(here, g, rtol=1e-4, atol=2e-6, msg=lambda m, at=where: f"{at}: {m}")
 
 
-def start(path: Path, *more: str) -> subprocess.Popen[str]:
-    command = [sys.executable, "-m", "glm5.cli.main", "rl", "reason", "--config", str(path), *more]
+def started(arguments: list[str]) -> subprocess.Popen[str]:
+    command = [sys.executable, "-m", "glm5.cli.main", *arguments]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": SUPPORT}
     return subprocess.Popen(
         command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment, start_new_session=True
@@ -116,7 +122,7 @@ def test_the_command_on_two_processes_makes_what_one_makes_also_when_killed(
     spread = tmp_path / "two"
     save(tmp_path / "two.json", replace(one, run=str(spread)))
 
-    process = start(tmp_path / "two.json", "--mesh", "dp=2")
+    process = started(["rl", "reason", "--config", str(tmp_path / "two.json"), "--mesh", "dp=2"])
     try:
         deadline = time.monotonic() + 600
         while not list((spread / "checkpoints").glob("step-*1")):
@@ -126,7 +132,7 @@ def test_the_command_on_two_processes_makes_what_one_makes_also_when_killed(
     finally:
         os.killpg(process.pid, signal.SIGKILL)
         process.communicate()
-    process = start(tmp_path / "two.json", "--mesh", "dp=2")
+    process = started(["rl", "reason", "--config", str(tmp_path / "two.json"), "--mesh", "dp=2"])
     try:
         said, errors = process.communicate(timeout=600)
     finally:
@@ -157,3 +163,44 @@ def test_the_command_on_two_processes_makes_what_one_makes_also_when_killed(
 def test_meshes_that_rollouts_cannot_use_are_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="may have dp"):
         config(tmp_path, mesh="dp=2,tp=2")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["general", "distill"])
+def test_the_other_loops_on_two_processes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
+    """Judges and served teachers: one step's figures are those of one process, and one rank asks the judges."""
+    torch.set_num_threads(1)
+    monkeypatch.setenv("PYTHONPATH", SUPPORT)
+    given: Any
+    if kind == "general":
+        base = checkpoint(tmp_path / "base")
+        rows = [{"prompt": f"word {i}", "domain": "x", "rules": {"max_words": 1, "min_words": 1}} for i in range(8)]
+        (tmp_path / "talks.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+        rollout = RolloutConfig(prompts=4, group=6, max_new_tokens=3, thinking=False, memory_gib=0.02, verifiers=1)
+        prompts = PromptConfig(data=(str(tmp_path / "talks.jsonl"),), tasks=())
+        learn = LearnConfig(steps=1, lr=LearningRate(1e-2, 1e-2), row_tokens=128)
+        given = GeneralConfig(checkpoint=base, prompts=prompts, rollout=rollout, learn=learn, device="cpu")
+        command, alone = ["rl", "general"], general
+    else:
+        distilling = test_distill.config(tmp_path)
+        given = replace(
+            distilling, teacher_engines=True, teacher_memory_gib=0.02, learn=replace(distilling.learn, steps=1)
+        )
+        command, alone = ["distill"], distill
+    found = alone(replace(given, run=str(tmp_path / "one")), lambda _: None)
+    save(tmp_path / "two.json", replace(given, run=str(tmp_path / "two")))
+    process = started([*command, "--config", str(tmp_path / "two.json"), "--mesh", "dp=2"])
+    try:
+        _, errors = process.communicate(timeout=600)
+    finally:
+        if process.poll() is None:
+            os.killpg(process.pid, signal.SIGKILL)
+    assert process.returncode == 0, errors
+    records = [read_metrics(run)[-1] for run in (found.run, tmp_path / "two")]
+    names = (
+        ("loss", "grad_norm", "reverse_kl", "reverse_kl/a") if kind == "distill" else ("loss", "grad_norm", "reward")
+    )
+    for name in ("loss", "grad_norm", *more):
+        assert records[1][name] == pytest.approx(records[0][name], rel=1e-3, abs=1e-5), name
+    ledgers = [(run / "samples.jsonl").read_bytes() for run in (found.run, tmp_path / "two")]
+    assert ledgers[0] == ledgers[1]
