@@ -14,9 +14,9 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
-from glm5.agents.protocol import Offer, Result, Rollout
-from glm5.agents.service import Hosted, Policy, TaskService, judged
-from glm5.utils.errors import DataError
+from glm5.agents.protocol import KEY, Offer, Result, Rollout, bearer, require_key
+from glm5.agents.service import Hosted, Policy, TaskService, attend, judged, serve
+from glm5.utils.errors import DataError, UserError
 from glm5.utils.outcome import Outcome
 
 ASKED = Rollout("t-0-0", "t-0", "t", 0, 0, 0, 5, "t-0-0:1", "http://gateway/sessions/t-0-0:1/v1", 30.0)
@@ -181,6 +181,56 @@ def test_asked_again_it_is_the_same_run_until_it_is_forgotten() -> None:
         await hosted.stop()
 
     asyncio.run(main())
+
+
+def test_a_service_with_a_key_is_asked_with_it() -> None:
+    async def play(asked: Rollout, policy: Policy) -> Result:
+        return judged(1.0)
+
+    async def main() -> None:
+        hosted = Hosted(Made(play))
+        await hosted.start()
+        transport = httpx.ASGITransport(hosted.app("a key"))
+        statuses = []
+        for headers in (
+            {},
+            bearer("another"),
+            {"Authorization": "a key"},
+            {"Authorization": b"Bearer \xff"},
+            bearer("a key"),
+        ):
+            async with httpx.AsyncClient(transport=transport, base_url="http://t", headers=headers) as client:
+                made = [await client.post("/rollouts", json=ASKED.to_json()), await client.get("/rollouts")]
+                statuses.append([answer.status_code for answer in made])
+        assert statuses == [[401, 401]] * 4 + [[200, 200]]
+        await hosted.stop()
+
+    asyncio.run(main())
+
+
+def test_a_service_whose_key_the_orchestrator_does_not_take_ends() -> None:
+    async def refuse(request: Request) -> Response:
+        return JSONResponse({"error": "the API key is missing or wrong"}, 401)
+
+    async def main() -> None:
+        app = Starlette(routes=[Route("/services", refuse, methods=["POST"])])
+        async with httpx.AsyncClient(transport=httpx.ASGITransport(app)) as client:
+            with pytest.raises(UserError, match="key is missing or wrong") as told:
+                await attend(Hosted(Made(None)), "http://t", "http://desk", client)  # type: ignore[arg-type]
+        assert KEY in told.value.mend
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize("host", ["0.0.0.0", "10.0.0.7", "::", "node7", ""])  # noqa: S104
+def test_nobody_listens_for_other_machines_without_a_key(host: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(KEY, "")
+    with pytest.raises(UserError, match="reached from other machines") as told:
+        serve(Made(None), "http://desk", host=host)  # type: ignore[arg-type]
+    assert KEY in told.value.mend
+    require_key("a key", host)
+    for own in ("127.0.0.1", "127.8.8.8", "::1", "localhost"):
+        require_key(None, own)
 
 
 def test_what_is_no_message_is_refused() -> None:

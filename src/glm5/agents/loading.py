@@ -47,7 +47,8 @@ def _load(name: str) -> TaskService:
 
 
 def main(argv: Sequence[str]) -> int:
-    """Serve a task until SIGTERM or Ctrl-C. Says where as soon as it listens. Returns 2 for a mistake of the user."""
+    """Serve a task until SIGTERM or Ctrl-C; a key is read from GLM5_API_KEY. Says where as soon as it listens.
+    Returns 2 for a mistake of the user."""
     parser = argparse.ArgumentParser(prog="python -m glm5.agents.loading", description="Serve a task.")
     parser.add_argument("task", help="FILE.py:Class or module:Class")
     parser.add_argument("orchestrator", help="its address: http://HOST:PORT")

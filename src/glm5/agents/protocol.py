@@ -12,7 +12,8 @@ it is there, and is then asked for one rollout at a time:
 
 A rollout is known by its session. A service that `joins` answers a rollout that is asked for again with the same run of
 it, running or complete, until it is told to forget it: so neither end loses work when the other begins anew. One that
-does not needs no more than `POST /rollouts`, and is asked under a new session. A status of 503 means later.
+does not needs no more than `POST /rollouts`, and is asked under a new session. A status of 503 means later. Where the
+two share a key, each request of either bears it: `Authorization: Bearer KEY`.
 
 Source: the report, sections 3.6 and 4.1. Read next: `service`, the base class of services in Python.
 """
@@ -23,13 +24,36 @@ import math
 import re
 from collections.abc import Mapping
 from dataclasses import MISSING, asdict, dataclass, field, fields
+from ipaddress import ip_address
 from typing import Any, Self, TypeVar
 
-from glm5.utils.errors import DataError
+from glm5.utils.errors import DataError, UserError
 from glm5.utils.outcome import Outcome
 
 T = TypeVar("T")
 NAME = re.compile(r"[\w.]{1,64}")  # of a task: part of the names of its groups, samples and sessions
+KEY = "GLM5_API_KEY"  # the variable that holds what orchestrator and services share
+
+
+def bearer(key: str | None) -> dict[str, str]:
+    """The headers of a request that bears a key, if there is one."""
+    return {} if key is None else {"Authorization": f"Bearer {key}"}
+
+
+def require_key(key: str | None, host: str) -> None:
+    """Refuse to listen for other machines without a key: whoever registers a task is sent the gateway's, and whoever
+    reaches a service makes it work.
+
+    Raises:
+        UserError: there is none, and `host` is not this machine's own address alone.
+    """
+    try:
+        own = ip_address(host).is_loopback
+    except ValueError:
+        own = host == "localhost"
+    if not own and not key:
+        what = f"{host} is reached from other machines, and no key is asked for there"
+        raise UserError(what, f"Set {KEY} to one secret for the orchestrator and its services")
 
 
 @dataclass(frozen=True)

@@ -20,8 +20,10 @@ limit is `timeout`, and any other exception is `env_crash` with its words. An ag
 from __future__ import annotations
 
 import asyncio
+import hmac
 import inspect
 import logging
+import os
 import secrets
 from abc import ABC, abstractmethod
 from collections import OrderedDict
@@ -33,11 +35,14 @@ from typing import Any
 import httpx
 import uvicorn
 from starlette.applications import Starlette
+from starlette.datastructures import Headers
+from starlette.middleware import Middleware
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
+from starlette.types import ASGIApp, Receive, Scope, Send
 
-from glm5.agents.protocol import Offer, Result, Rollout, judged
+from glm5.agents.protocol import KEY, Offer, Result, Rollout, bearer, judged, require_key
 from glm5.utils.errors import DataError, UserError
 from glm5.utils.outcome import Outcome
 
@@ -66,7 +71,7 @@ class Policy:
 
     def __init__(self, asked: Rollout, http: httpx.AsyncClient) -> None:
         self.base_url, self._http = asked.base_url.rstrip("/"), http
-        self._headers = {} if asked.api_key is None else {"Authorization": f"Bearer {asked.api_key}"}
+        self._headers = bearer(asked.api_key)
         self._loop = asyncio.get_running_loop()
 
     async def chat(self, messages: Sequence[dict[str, Any]], **body: Any) -> dict[str, Any]:
@@ -128,6 +133,21 @@ class TaskService(ABC):
 
     async def stop(self) -> None:  # noqa: B027
         """After the last one."""
+
+
+class Keyed:
+    """An application to whoever bears the key."""
+
+    def __init__(self, app: ASGIApp, key: str) -> None:
+        self.app, self._expected = app, bearer(key)["Authorization"].encode()
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "http":
+            given = Headers(scope=scope).get("authorization", "")
+            if not hmac.compare_digest(given.encode(), self._expected):
+                await JSONResponse({"error": "the key is missing or wrong"}, 401)(scope, receive, send)
+                return
+        await self.app(scope, receive, send)
 
 
 class Hosted:
@@ -199,8 +219,8 @@ class Hosted:
             log.warning("rollout %s crashed", asked.session, exc_info=error)
             return Result(Outcome.ENV_CRASH, detail=f"{type(error).__name__}: {error}")
 
-    def app(self) -> Starlette:
-        """The application."""
+    def app(self, key: str | None = None) -> Starlette:
+        """The application. Requests must bear `key`, if there is one."""
 
         async def ask(request: Request) -> Response:
             try:
@@ -229,7 +249,8 @@ class Hosted:
                 Route("/rollouts", ask, methods=["POST"]),
                 Route("/rollouts", show, methods=["GET"]),
                 Route("/rollouts/{session}", end, methods=["DELETE"]),
-            ]
+            ],
+            middleware=[] if key is None else [Middleware(Keyed, key=key)],
         )
 
 
@@ -240,9 +261,11 @@ async def attend(hosted: Hosted, url: str, orchestrator: str, http: httpx.AsyncC
         while True:
             try:
                 answer = await http.post(f"{orchestrator}/services", json=offer, timeout=10)
-                if answer.status_code == 400:
-                    raise UserError(f"the orchestrator refuses: {answer.text[:300]}", "Mend the service's attributes")
+                if answer.status_code in _MENDS:
+                    raise UserError(f"the orchestrator refuses: {answer.text[:300]}", _MENDS[answer.status_code])
                 beat_s = float(answer.raise_for_status().json()["beat_s"])
+            except httpx.HTTPStatusError as error:
+                log.warning("%s: %s", error, error.response.text[:300])
             except httpx.HTTPError as error:
                 log.info("%s does not answer: %s", orchestrator, error or type(error).__name__)
             await asyncio.sleep(beat_s)
@@ -251,23 +274,31 @@ async def attend(hosted: Hosted, url: str, orchestrator: str, http: httpx.AsyncC
             await http.delete(f"{orchestrator}/services/{hosted.service.name}", timeout=2)
 
 
+_MENDS = {400: "Mend the service's attributes", 401: f"Set {KEY} to the orchestrator's"}
+
+
 def serve(
     service: TaskService,
     orchestrator: str,
     *,
     host: str = "127.0.0.1",
     port: int = 0,
+    key: str | None = None,
     ready: Callable[[str], None] | None = None,
 ) -> None:
     """Serve a task until SIGTERM or Ctrl-C, known to the orchestrator at this address.
 
     Args:
         host: under which the orchestrator reaches this machine. port: 0 takes a free one.
+        key: that orchestrator and service show each other; None takes it from GLM5_API_KEY, if that is set. It must be
+            there unless `host` is this machine alone.
         ready: called with the service's address when it listens.
 
     Raises:
-        UserError: the orchestrator refuses the service.
+        UserError: the orchestrator refuses the service, or there is no key where there must be one.
     """
+    key = key or os.environ.get(KEY) or None
+    require_key(key, host)
     hosted = Hosted(service)
 
     @asynccontextmanager
@@ -276,7 +307,7 @@ def serve(
         yield
         await hosted.stop()
 
-    app = hosted.app()
+    app = hosted.app(key)
     app.router.lifespan_context = around
     server = uvicorn.Server(uvicorn.Config(app, host=host, port=port, log_level="warning", ws="none"))
 
@@ -289,7 +320,7 @@ def serve(
         url = f"http://{host}:{server.servers[0].sockets[0].getsockname()[1]}"
         if ready is not None:
             ready(url)
-        async with httpx.AsyncClient() as http:
+        async with httpx.AsyncClient(headers=bearer(key)) as http:
             attending = asyncio.ensure_future(attend(hosted, url, orchestrator.rstrip("/"), http))
             await asyncio.wait({serving, attending}, return_when=asyncio.FIRST_COMPLETED)
             if attending.done():

@@ -23,6 +23,7 @@ from glm5.utils.errors import UserError
 def main(argv: Sequence[str]) -> int:
     """Parse `argv` (without the command's name) and run, until every task is done, Ctrl-C or SIGTERM. Returns 0."""
     try:
+        from glm5.agents.protocol import KEY
         from glm5.posttrain.rollout.desk import serve
         from glm5.posttrain.rollout.options import RolloutOptions
         from glm5.posttrain.rollout.orchestrator import Orchestrator
@@ -40,7 +41,8 @@ def main(argv: Sequence[str]) -> int:
         gateway: str = ""
         """Address of the gateway, as http://HOST:PORT; its key is read from GLM5_GATEWAY_KEY."""
         host: str = "127.0.0.1"
-        """Address at which services register; with a key in GLM5_API_KEY they must send it."""
+        """Address at which services register. The key in GLM5_API_KEY is asked of them, and shown to them; without one
+        only this machine may be listened on."""
         port: int = 9100
         """0 takes a free one."""
         temperature: float = 1.0
@@ -70,10 +72,9 @@ def main(argv: Sequence[str]) -> int:
 
     async def run(store: Store, log: RunLog) -> None:
         sampling = {"temperature": options.temperature}
-        key = os.environ.get("GLM5_GATEWAY_KEY")
-        orchestrator = Orchestrator(store, options.gateway, made, sampling=sampling, api_key=key)
-        own = os.environ.get("GLM5_API_KEY")
-        await serve(orchestrator, listening, api_key=own, log=log, until_done=options.until_done, ready=ready)
+        gateway_key, own = os.environ.get("GLM5_GATEWAY_KEY"), os.environ.get(KEY) or None
+        orchestrator = Orchestrator(store, options.gateway, made, sampling=sampling, api_key=gateway_key, key=own)
+        await serve(orchestrator, listening, log=log, until_done=options.until_done, ready=ready)
 
     with Store(options.store) as store, RunLog(options.log or Path(options.store).parent / "rollouts") as log:
         asyncio.run(run(store, log))

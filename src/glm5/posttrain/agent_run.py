@@ -16,6 +16,7 @@ import asyncio
 import hashlib
 import json
 import math
+import os
 import time
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
@@ -26,7 +27,7 @@ from typing import Any
 import httpx
 
 from glm5.agents.loading import load_tasks
-from glm5.agents.protocol import Rollout
+from glm5.agents.protocol import KEY, Rollout, require_key
 from glm5.agents.service import TaskService
 from glm5.model.config import ModelConfig
 from glm5.model.glm5 import GLM5
@@ -89,10 +90,11 @@ class AgentConfig:
     """Task services to run: FILE.py:Class or module:Class, of `glm5.agents.service.TaskService`; in this process, or
     with `cluster` on its nodes."""
     desk: str = ""
-    """HOST:PORT where task services elsewhere register; without it only `tasks` are there."""
+    """HOST:PORT where task services elsewhere register; without it only `tasks` are there. The gateway listens at HOST,
+    too. If that is not this machine's alone, the key in GLM5_API_KEY is asked of services, and shown to them."""
     engines: tuple[str, ...] = ()
     """Addresses of engines (`glm5 serve`), which must see the run's directory; without any, one runs in this
-    process."""
+    process. Their key is read from GLM5_ENGINE_KEY."""
     engine: EngineConfig = field(default_factory=lambda: EngineConfig(overlap=False))
     """Of the engine in this process, or of each that `cluster` places."""
     cluster: ClusterConfig = field(default_factory=ClusterConfig)
@@ -119,6 +121,8 @@ class AgentConfig:
                 raise ConfigError(name, getattr(self, name), "must be at least 0")
         if self.desk and not self.desk.rpartition(":")[2].isdecimal():
             raise ConfigError("desk", self.desk, "must be HOST:PORT")
+        if self.desk.startswith(("0.0.0.0:", "[::]:")):
+            raise ConfigError("desk", self.desk, "must name the address under which services reach this machine")
         if self.cluster.kind and self.engines:
             raise ConfigError("engines", self.engines, "must be empty where cluster places engines")
 
@@ -211,8 +215,9 @@ class Field:
     async def _begin(self) -> None:
         self._http = _client()
         of = self._orchestrator = Orchestrator(
-            self.store, self.engines.url, self.config.rollout, sampling=self._sampling, http=self._http
-        )
+            self.store, self.engines.url, self.config.rollout, sampling=self._sampling, http=self._http,
+            api_key=self.engines.key, key=self.engines.key,
+        )  # fmt: skip
         self._running = asyncio.ensure_future(of.run())
         hosting = asyncio.ensure_future(self._host(of))
         await asyncio.wait({self._running, hosting}, return_when=asyncio.FIRST_COMPLETED)
@@ -224,10 +229,10 @@ class Field:
     async def _host(self, of: Orchestrator) -> None:
         for service in self.services:
             await of.host(service)
-        here = self.cluster.host if self.cluster is not None else "127.0.0.1"
-        host, _, port = self.config.desk.rpartition(":")
+        here, port = _here(self.config, self.cluster)
         if self.config.desk or self.cluster is not None:
-            desk = await self.engines.serve(create_desk(of), host or here, int(port or 0))
+            require_key(of.key, here)
+            desk = await self.engines.serve(create_desk(of), here, port)
         if self.cluster is not None:
             await asyncio.to_thread(self.cluster.place_services, self.config.tasks, desk)
 
@@ -255,7 +260,7 @@ class Field:
             await asyncio.sleep(0.1)
         sampling = {**self._sampling, "temperature": GREEDY}
         async with _client() as http:
-            sessions = Sessions(self.engines.url, http, sampling=sampling)
+            sessions = Sessions(self.engines.url, http, sampling=sampling, api_key=self.engines.key)
             found: dict[str, list[float]] = {}
             gate = asyncio.Semaphore(32)
 
@@ -274,6 +279,7 @@ class Field:
                         base_url=sessions.base_url(name),
                         time_s=tasks.known[task].offer.timeout_s,
                         begun=await sessions.begin(name),
+                        api_key=sessions.api_key,
                     )
                     told = await tasks.ask(asked)
                     await tasks.end(task, name)
@@ -352,14 +358,21 @@ def agent(
 def _engines(
     config: AgentConfig, model: GLM5, tokenizer: Tokenizer, shape: ModelConfig, cluster: Cluster | None = None
 ) -> Engines:
+    key = os.environ.get(KEY) or None if cluster is None else cluster.key
+    about: dict[str, Any] = {"in_flight": config.in_flight, "host": _here(config, cluster)[0], "key": key}
     if not config.engines and cluster is None:
-        return Engines.local(model, tokenizer, config.engine, in_flight=config.in_flight)
+        return Engines.local(model, tokenizer, config.engine, **about)
     context = config.engine.context or shape.max_position_embeddings
     directory = Path(config.run).absolute() / "pushed"
     if cluster is None:
-        return Engines.remote(config.engines, tokenizer, context, directory, in_flight=config.in_flight)
+        engine_key = os.environ.get("GLM5_ENGINE_KEY")
+        return Engines.remote(config.engines, tokenizer, context, directory, api_key=engine_key, **about)
     placed = cluster.place_engines(config.checkpoint, config.engine)
-    return Engines.remote(
-        placed, tokenizer, context, directory, api_key=cluster.key, in_flight=config.in_flight, host=cluster.host,
-        patience_s=config.cluster.place_s + config.cluster.start_s,
-    )  # fmt: skip
+    patience_s = config.cluster.place_s + config.cluster.start_s
+    return Engines.remote(placed, tokenizer, context, directory, api_key=key, patience_s=patience_s, **about)
+
+
+def _here(config: AgentConfig, cluster: Cluster | None) -> tuple[str, int]:
+    """The address of gateway and desk, and the desk's port."""
+    host, _, port = config.desk.rpartition(":")
+    return host or ("127.0.0.1" if cluster is None else cluster.host), int(port or 0)

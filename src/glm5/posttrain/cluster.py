@@ -29,6 +29,7 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, Literal
 
+from glm5.agents.protocol import KEY
 from glm5.serve.config import EngineConfig
 from glm5.utils.errors import ConfigError, UserError
 
@@ -286,7 +287,7 @@ class Cluster:
             *(("--mesh", config.engine_mesh) if config.engine_mesh else ()),
             *_options(engine),
         ]
-        environment = {"GLM5_API_KEY": self.key}
+        environment = {KEY: self.key}
         for number in range(config.engines):
             name = f"engine-{number}"
             self.engines[name] = Placed(name, config.needs["engine"], command, environment, config, self._tell)
@@ -300,7 +301,7 @@ class Cluster:
             UserError: one cannot be placed, or does not start.
         """
         config = self.config
-        environment = {name: os.environ[name] for name in ("PYTHONPATH",) if name in os.environ}
+        environment = {name: os.environ[name] for name in ("PYTHONPATH",) if name in os.environ} | {KEY: self.key}
         for number, task in enumerate(tasks):
             place, _, of = task.rpartition(":")
             where = f"{Path(place).absolute()}:{of}" if place.endswith(".py") else task

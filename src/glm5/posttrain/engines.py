@@ -32,7 +32,7 @@ from glm5.posttrain.pushing import Sums, packed, require_arrived
 from glm5.serve.client import Backend, PauseMode, Stats, Unavailable, WeightUpdate
 from glm5.serve.config import EngineConfig
 from glm5.serve.engine import Engine
-from glm5.serve.gateway.app import create_gateway
+from glm5.serve.gateway.app import GatewayOptions, create_gateway
 from glm5.serve.gateway.pool import EnginePool
 from glm5.serve.gateway.remote import HttpEngine
 from glm5.serve.gateway.router import Router
@@ -57,8 +57,8 @@ class Engines:
         engines: by name, all of one model. Those with a `start` and `stop` are started and stopped.
         in_flight: what becomes of the cache entries of requests that run during a push.
         directory: where weights are put for engines that read them from disk (`remote`); None sends them.
-        host: address that the gateway listens on. patience_s: how long a push waits where no engine is left that can
-            take it, since some may come back.
+        host: address that the gateway listens on. key: that the gateway asks for.
+        patience_s: how long a push waits where no engine is left that can take it, since some may come back.
     """
 
     def __init__(
@@ -69,10 +69,11 @@ class Engines:
         directory: Path | None = None,
         beat_s: float = 2.0,
         host: str = "127.0.0.1",
+        key: str | None = None,
         patience_s: float = 0.0,
     ) -> None:
         self._engines, self._pause = dict(engines), _PAUSES[in_flight]
-        self._host, self._patience_s = host, patience_s
+        self._host, self._patience_s, self.key = host, patience_s, key
         self._last: WeightUpdate | None = None  # that engines which begin anew can read
         self._pushing = asyncio.Lock()
         self._directory = directory
@@ -153,7 +154,8 @@ class Engines:
             await asyncio.sleep(0.5)
         # The first push gives them their version; until then all may be asked.
         self.pool.router.set_version(next(iter(self._engines.values())).weight_version)
-        app = create_gateway(self.pool, start=self.pool.start, stop=self.pool.stop)
+        options = GatewayOptions(api_key=self.key)
+        app = create_gateway(self.pool, options, start=self.pool.start, stop=self.pool.stop)
         self.url = await self.serve(app, self._host)
         self._watching = [asyncio.ensure_future(self._look()), asyncio.ensure_future(self._mend())]
 

@@ -6,6 +6,7 @@ In virtual time, with the real gateway before a scripted engine (`Desk`).
 from __future__ import annotations
 
 import asyncio
+import socket
 from collections import Counter
 from collections.abc import Callable
 from contextlib import suppress
@@ -19,15 +20,15 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, PlainTextResponse, Response
 from starlette.routing import Route
 
-from glm5.agents.protocol import Rollout
+from glm5.agents.protocol import Rollout, bearer
 from glm5.agents.service import Hosted, Policy, Result, TaskService, judged
 from glm5.posttrain.outcome import Outcome, State
-from glm5.posttrain.rollout.desk import create_desk
+from glm5.posttrain.rollout.desk import create_desk, serve
 from glm5.posttrain.rollout.options import RolloutOptions
 from glm5.posttrain.rollout.orchestrator import Orchestrator
 from glm5.posttrain.store import Sample, Store
 from glm5.serve.gateway.app import GatewayOptions, create_gateway
-from glm5.utils.errors import ConfigError, FileError
+from glm5.utils.errors import ConfigError, FileError, UserError
 from support import virtual
 from support.rollouts import ScriptedEngine
 from support.virtual import Network
@@ -56,12 +57,12 @@ class Talk(TaskService):
 class Desk:
     """An orchestrator with a gateway, and services that a test makes."""
 
-    def __init__(self, path: Path, options: RolloutOptions = SMALL) -> None:
+    def __init__(self, path: Path, options: RolloutOptions = SMALL, key: str | None = None) -> None:
         self.network, self.options, self.path = Network(), options, path
         self.engine = ScriptedEngine()
         self.begin_gateway()
         self.store = Store(path)
-        self.orchestrator = Orchestrator(self.store, "http://gateway", options, http=self.network.client())
+        self.orchestrator = Orchestrator(self.store, "http://gateway", options, http=self.network.client(), key=key)
         self.network.hosts["desk"] = create_desk(self.orchestrator)
         self.hosted: dict[str, Hosted] = {}
 
@@ -426,6 +427,35 @@ def test_what_a_service_may_say(tmp_path: Path) -> None:
 
 
 # ------------------------------------------------------------------------------------------------ pressure, staleness
+def test_a_key_is_shown_by_either(tmp_path: Path) -> None:
+    async def main() -> None:
+        desk = Desk(tmp_path / "t", key="a key")
+        running = asyncio.ensure_future(desk.orchestrator.run())
+        hosted = Hosted(Talk(), desk.network.client())
+        offer = hosted.offer("http://talk").to_json()
+        statuses = []
+        for asked, shown in (("a key", "another"), ("another", "a key"), ("a key", "a key")):
+            desk.network.hosts["talk"] = hosted.app(asked)
+            client = desk.network.client("http://desk")
+            statuses.append((await client.post("/services", json=offer, headers=bearer(shown))).status_code)
+        assert statuses == [401, 503, 200], "of the desk, of a service that is not to be had, and of one that is"
+        await desk.until(lambda: desk.orchestrator.figures.finished == 2)
+        running.cancel()
+        await asyncio.wait({running})
+        assert {sample.outcome for sample in desk.samples().values()} == {Outcome.OK, Outcome.TASK_FAILED}
+
+    virtual.run(main())
+
+
+def test_a_desk_for_other_machines_needs_a_key(tmp_path: Path) -> None:
+    async def main(listening: socket.socket) -> None:
+        with Store(tmp_path / "t") as store:
+            await serve(Orchestrator(store, "http://gateway"), listening)
+
+    with socket.create_server(("0.0.0.0", 0)) as listening, pytest.raises(UserError, match=r"0\.0\.0\.0"):  # noqa: S104
+        asyncio.run(main(listening))
+
+
 def test_it_does_not_run_ahead_of_the_learner(tmp_path: Path) -> None:
     options = RolloutOptions(
         **{**SMALL.__dict__, "max_open": 1000, "samples_per_version": 4, "max_staleness": 1, "grace_s": 6.0}

@@ -22,7 +22,7 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, PlainTextResponse, Response
 from starlette.routing import Route
 
-from glm5.agents.protocol import Offer
+from glm5.agents.protocol import Offer, require_key
 from glm5.posttrain.rollout.figures import prometheus, write
 from glm5.posttrain.rollout.orchestrator import Orchestrator
 from glm5.serve.http.guard import Guard
@@ -32,8 +32,8 @@ from glm5.utils.runlog import RunLog
 MAX_BODY, BODY_S = 1 << 16, 10.0  # of a request: a service that trickles is sent away
 
 
-def create_desk(of: Orchestrator, api_key: str | None = None) -> Starlette:
-    """The application. Requests must bear `api_key`, if there is one."""
+def create_desk(of: Orchestrator) -> Starlette:
+    """The application. Requests must bear the orchestrator's `key`, if there is one."""
 
     async def offer(request: Request) -> Response:
         try:
@@ -64,7 +64,7 @@ def create_desk(of: Orchestrator, api_key: str | None = None) -> Starlette:
             Route("/status", status, methods=["GET"]),
             Route("/metrics", metrics, methods=["GET"]),
         ],
-        middleware=[Middleware(Guard, api_key=api_key, max_body_bytes=MAX_BODY, body_timeout_s=BODY_S)],
+        middleware=[Middleware(Guard, api_key=of.key, max_body_bytes=MAX_BODY, body_timeout_s=BODY_S)],
     )
 
 
@@ -72,7 +72,6 @@ async def serve(
     of: Orchestrator,
     listening: socket.socket,
     *,
-    api_key: str | None = None,
     log: RunLog | None = None,
     until_done: Collection[str] = (),
     ready: Callable[[], None] | None = None,
@@ -82,8 +81,12 @@ async def serve(
     Args:
         listening: where services reach it. log: for the figures. until_done: as `Orchestrator.run` has it.
         ready: called when services may register.
+
+    Raises:
+        UserError: other machines reach the desk, and the orchestrator has no key.
     """
-    app = create_desk(of, api_key)
+    require_key(of.key, listening.getsockname()[0])
+    app = create_desk(of)
     server = uvicorn.Server(uvicorn.Config(app, log_level="warning", ws="none", timeout_graceful_shutdown=1))
     running = asyncio.ensure_future(of.run(until_done=until_done))
     serving = asyncio.ensure_future(server.serve([listening]))

@@ -48,7 +48,8 @@ class Orchestrator:
 
     Args:
         store: of the run. gateway: its address. sampling: what counts in every session (`POST /sessions`).
-        api_key: that the gateway asks for. http: to reach gateway and services; None makes one.
+        api_key: that the gateway asks for. key: that services ask for, and the desk of them.
+        http: to reach gateway and services; None makes one.
         clock: monotonic seconds; None is the event loop's.
     """
 
@@ -60,6 +61,7 @@ class Orchestrator:
         *,
         sampling: dict[str, Any] | None = None,
         api_key: str | None = None,
+        key: str | None = None,
         http: httpx.AsyncClient | None = None,
         clock: Callable[[], float] | None = None,
     ) -> None:
@@ -68,7 +70,8 @@ class Orchestrator:
         limits = httpx.Limits(max_connections=None, max_keepalive_connections=self.options.concurrency)
         self._http, self._given = http or httpx.AsyncClient(timeout=60, limits=limits), http is not None
         o = self.options
-        self.services = Services(self._http, self.clock, silent_s=o.silent_s, patience_s=o.patience_s)
+        self.key = key
+        self.services = Services(self._http, self.clock, silent_s=o.silent_s, patience_s=o.patience_s, key=key)
         self.sessions = Sessions(gateway, self._http, sampling=sampling, api_key=api_key)
         run = hashlib.blake2b(str(store.path.absolute()).encode(), digest_size=4).hexdigest()
         self.sampling = Sampling(self.services, self.sessions, o, run, lambda: self.version, self._retried)

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 
 import httpx
 
-from glm5.agents.protocol import Offer, Result, Rollout
+from glm5.agents.protocol import Offer, Result, Rollout, bearer
 from glm5.utils.errors import DataError
 from glm5.utils.outcome import Outcome
 
@@ -53,14 +53,16 @@ class Services:
     """See the module.
 
     Args:
-        http: for services behind HTTP. clock: monotonic seconds.
+        http: for services behind HTTP. clock: monotonic seconds. key: that they ask for.
         silent_s: a service that was not heard for so long is away. patience_s: how long its rollouts wait for it.
     """
 
     def __init__(
-        self, http: httpx.AsyncClient, clock: Callable[[], float], *, silent_s: float, patience_s: float
-    ) -> None:
+        self, http: httpx.AsyncClient, clock: Callable[[], float], *, silent_s: float, patience_s: float,
+        key: str | None = None,
+    ) -> None:  # fmt: skip
         self._http, self._clock, self.silent_s, self.patience_s = http, clock, silent_s, patience_s
+        self._headers = bearer(key)
         self.known: dict[str, Service] = {}
         self._begun: float | None = None
         self._inside: set[str] = set()
@@ -135,7 +137,9 @@ class Services:
                 raise Broken(f"the service of {asked.task} began anew, or does not join")
             try:
                 url = f"{offer.url}/rollouts"
-                answer = await self.known[asked.task].http.post(url, json=asked.to_json(), timeout=httpx.Timeout(None))
+                answer = await self.known[asked.task].http.post(
+                    url, json=asked.to_json(), headers=self._headers, timeout=httpx.Timeout(None)
+                )
             except (httpx.ConnectError, httpx.ConnectTimeout):
                 self.lost(asked.task)  # nothing was begun
                 continue
@@ -163,7 +167,7 @@ class Services:
         """
         if not offer.joins:
             return []
-        answer = await (http or self._http).get(f"{offer.url}/rollouts", timeout=60)
+        answer = await (http or self._http).get(f"{offer.url}/rollouts", headers=self._headers, timeout=60)
         return [Rollout.from_json(one) for one in answer.raise_for_status().json()["rollouts"]]
 
     async def end(self, name: str, session: str) -> None:
@@ -171,4 +175,4 @@ class Services:
         service = self.known[name]
         if service.offer.joins and self.there(name):
             with suppress(httpx.HTTPError):
-                await service.http.delete(f"{service.offer.url}/rollouts/{session}", timeout=60)
+                await service.http.delete(f"{service.offer.url}/rollouts/{session}", headers=self._headers, timeout=60)

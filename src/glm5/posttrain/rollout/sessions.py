@@ -9,6 +9,7 @@ from typing import Any
 
 import httpx
 
+from glm5.agents.protocol import bearer
 from glm5.utils.errors import UserError
 
 log = logging.getLogger(__name__)
@@ -32,7 +33,7 @@ class Sessions:
         self, url: str, http: httpx.AsyncClient, *, sampling: dict[str, Any] | None = None, api_key: str | None = None
     ) -> None:
         self.url, self._http, self._sampling, self.api_key = url.rstrip("/"), http, sampling or {}, api_key
-        self._headers = {} if api_key is None else {"Authorization": f"Bearer {api_key}"}
+        self._headers = bearer(api_key)
 
     def base_url(self, name: str) -> str:
         """Where an agent attaches."""
