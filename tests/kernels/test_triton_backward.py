@@ -27,6 +27,7 @@ from glm5.kernels.triton import (
     muon,
     newton_schulz,
     norm_backward,
+    pairs,
     routing_backward,
 )
 from glm5.kernels.triton import cross_entropy as fast_cross_entropy
@@ -291,6 +292,19 @@ def test_router() -> None:
         return logits
 
     _agree(ours, lambda x, weight: x @ weight.T, x, weight)
+
+
+def test_tokens_by_pairs_and_back() -> None:
+    order = torch.randperm(24, generator=torch.Generator().manual_seed(1)).to(DEVICE)
+    place = order.argsort().view(8, 3)
+    x, part = _random(8, 72, seed=2), _random(24, 72, seed=3)
+    weight = torch.rand(8, 3, generator=torch.Generator().manual_seed(4)).to(DEVICE)
+    _agree(lambda x: pairs.RowsByPair.apply(x, order, place), lambda x: moe.rows_by_pair(x, order, place), x)
+    _agree(
+        lambda part, weight: pairs.SumByToken.apply(part, order, place, weight),
+        lambda part, weight: moe.sum_by_token(part, order, place, weight),
+        *(part, weight),
+    )
 
 
 # --------------------------------------------------------------------------- Muon's elementwise parts

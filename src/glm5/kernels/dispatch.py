@@ -211,6 +211,12 @@ def _sparse_mla_fp8(q_BTHX: Tensor, rows_BSY: Tensor) -> str | None:
     return _mla_heads(q_BTHX.shape[2], q_BTHX.shape[3], 512) or _plain_bf16(q_BTHX)
 
 
+def _experts(x_ND: Tensor, gate_up_EFD: Tensor, down_EDF: Tensor) -> str | None:
+    if not (gate_up_EFD.is_contiguous() and down_EDF.is_contiguous()):
+        return "takes contiguous weights"
+    return _plain_bf16(x_ND, gate_up_EFD, down_EDF)
+
+
 def _experts_fp8(x_ND: Tensor, gate_up_EFD: Tensor, down_EDF: Tensor) -> str | None:
     if any(n % 128 for n in down_EDF.shape[1:]) or not (gate_up_EFD.is_contiguous() and down_EDF.is_contiguous()):
         return "takes contiguous weights whose widths are multiples of 128"
@@ -411,10 +417,14 @@ def _load_sparse_mla_fp8(room: str) -> Callable[[], Callable[..., Any]]:
     return load
 
 
-def _load_cuda_experts() -> Callable[..., Any]:
-    from glm5.kernels.cuda import grouped_swiglu_fp8
+def _load_cuda(operator: str) -> Callable[[], Callable[..., Any]]:
+    def load() -> Callable[..., Any]:
+        from glm5.kernels import cuda
 
-    return grouped_swiglu_fp8
+        found: Callable[..., Any] = getattr(cuda, operator)
+        return found
+
+    return load
 
 
 def _load_absorbed() -> Callable[..., Any]:
@@ -492,7 +502,7 @@ OPERATORS: dict[str, tuple[Fast, ...]] = {
         Fast("triton.sparse_mla_fp8", _triton, _sparse_mla_fp8, _load_sparse_mla_fp8("triton")),
     ),
     "grouped_swiglu_fp8": (
-        Fast("cuda.grouped_swiglu_fp8", _both, _experts_fp8, _load_cuda_experts),
+        Fast("cuda.grouped_swiglu_fp8", _both, _experts_fp8, _load_cuda("grouped_swiglu_fp8")),
         Fast("triton.grouped_swiglu_fp8", _triton, _experts_fp8, _load_triton("grouped_swiglu_fp8")),
     ),
     "packed_matmul": (),
@@ -510,6 +520,7 @@ OPERATORS: dict[str, tuple[Fast, ...]] = {
         Fast("cpu.route", _compiler, _plain_fp32, _load_cpu("route")),
     ),
     "grouped_swiglu": (
+        Fast("cuda.grouped_swiglu", _both, _experts, _load_cuda("grouped_swiglu")),
         Fast("triton.grouped_swiglu", _triton, _plain_bf16, _load_triton("grouped_swiglu")),
         Fast("cpu.grouped_swiglu", _compiler, _cpu_experts, _load_cpu("grouped_swiglu")),
     ),
@@ -534,6 +545,8 @@ OPERATORS: dict[str, tuple[Fast, ...]] = {
     "train_latent_rows": (
         Fast("triton.norm_backward", _triton, _train_norm, _load_training("latent_rows"), trains=True),
     ),
+    "train_rows_by_pair": (Fast("triton.pairs", _triton, _train_rows, _load_training("rows_by_pair"), trains=True),),
+    "train_sum_by_token": (Fast("triton.pairs", _triton, _train_rows, _load_training("sum_by_token"), trains=True),),
     "train_router": (Fast("triton.routing_backward", _triton, _train_router, _load_training("router"), trains=True),),
     "train_swiglu": (Fast("triton.basic_backward", _triton, _train_rows, _load_training("swiglu"), trains=True),),
     "train_rope_heads": (

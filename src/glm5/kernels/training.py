@@ -161,6 +161,22 @@ def latent_rows(x: Tensor, weight: Tensor, rotation: Tensor, eps: float) -> Tens
     return out
 
 
+def rows_by_pair(x: Tensor, order: Tensor, place: Tensor) -> Tensor:
+    """As `moe.rows_by_pair`."""
+    from glm5.kernels.triton.pairs import RowsByPair
+
+    out: Tensor = RowsByPair.apply(x, order, place)
+    return out
+
+
+def sum_by_token(part: Tensor, order: Tensor, place: Tensor, weight: Tensor) -> Tensor:
+    """As `moe.sum_by_token`."""
+    from glm5.kernels.triton.pairs import SumByToken
+
+    out: Tensor = SumByToken.apply(part, order, place, weight)
+    return out
+
+
 def router(x: Tensor, weight: Tensor, bias: Tensor, top_k: int) -> tuple[Tensor, Tensor]:
     """Logits in fp32 with gradients, and the experts that are best with the bias."""
     from glm5.kernels.triton.routing_backward import RouterLogits

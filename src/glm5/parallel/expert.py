@@ -19,7 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Shard
 
-from glm5.kernels.moe import grouped_swiglu
+from glm5.kernels.moe import grouped_swiglu, rows_by_pair, sum_by_token
 from glm5.model.glm5 import GLM5
 from glm5.model.moe import Experts, MoE
 from glm5.parallel.collectives import exchanged, joined_rows, split_rows
@@ -73,17 +73,17 @@ class SpreadExperts(Experts):
         splits = _ToHost(torch.stack((sent_Re.sum(1), received_Re.sum(1))))
         if other is not None:
             other()
-        rows = x_ND.index_select(0, order.div(chosen, rounding_mode="floor"))
+        place_NM = torch.empty_like(order)
+        place_NM[order] = torch.arange(len(order), device=order.device)
+        place_NM = place_NM.view(tokens, chosen)
+        rows = rows_by_pair(x_ND, order, place_NM)
         sent, received = splits.value().tolist()
         arrived = exchanged(rows, received, sent, group)
         mine = torch.arange(len(gate_up), device=x_ND.device).repeat(group.size())
         expert = mine.repeat_interleave(received_Re.flatten(), output_size=sum(received))
         out = _apart(arrived, expert, gate_up, down)
         back = exchanged(out, sent, received, group)
-        inverse = torch.empty_like(order)
-        inverse[order] = torch.arange(len(order), device=order.device)
-        chosen_NMD = back.index_select(0, inverse).view(tokens, chosen, x_ND.shape[1])
-        return (chosen_NMD.float() * weight_NM[..., None]).sum(1).to(x_ND.dtype)
+        return sum_by_token(back, order, place_NM, weight_NM)
 
 
 class _ToHost:
