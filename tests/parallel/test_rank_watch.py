@@ -9,12 +9,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import torch.distributed as dist
 
 from glm5.parallel import watch
 from glm5.parallel.mesh import ParallelError, World
 from glm5.parallel.watch import check_alike, watched
+from glm5.train.together import check_weights
 from support.ranks import exit_codes, run_ranks
+from support.training import tiny
 
 
 def quick() -> None:
@@ -141,3 +144,22 @@ def test_the_slowest_rank_is_known_to_all() -> None:
     found = run_ranks(3, "dp=3", _slow)
     assert {rank for rank, _ in found} == {2}
     assert all(pace > 100 for _, pace in found)
+
+
+def _other_weights(world: World) -> str:
+    model = tiny()
+    if world.rank == 1:
+        with torch.no_grad():
+            model.model.layers[1].mlp.experts.down_proj[3, 2, 1] += 1e-3
+    try:
+        check_weights(model, world)
+    except ParallelError as e:
+        return str(e)
+    return "alike"
+
+
+def test_ranks_that_read_other_weights_are_refused() -> None:
+    for said in run_ranks(2, "dp=2", _other_weights):
+        assert said.startswith(
+            "rank 1 read other weights than rank 0: 1 tensors differ, such as model.layers.1.mlp.expe"
+        )

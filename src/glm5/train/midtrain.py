@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from glm5.data.loader import TokenDataset
@@ -34,13 +34,14 @@ from glm5.train.together import (
     MESH_MAY_DIFFER,
     MeshConfig,
     begin_with,
+    check_weights,
     claimed,
     keep_weights,
     measured,
     prepare_once,
+    settled,
     together,
 )
-from glm5.utils.devices import resolve_device
 from glm5.utils.errors import ConfigError
 from glm5.utils.files import write_json
 from glm5.utils.runlog import keep_config
@@ -157,7 +158,7 @@ def midtrain(config: MidtrainConfig, say: Say = print, checked: Callable[[], Non
     Raises:
         UserError: see `load_model`, `prepare`, `Trainer` and `Trainer.run`.
     """
-    config = replace(config, device=resolve_device(config.device))
+    config = settled(config)
     if not config.checkpoint:
         raise ConfigError("checkpoint", "", "must name the model's directory: glm5 midtrain CHECKPOINT ...")
     model = begin_with(config.checkpoint, "cpu" if config.mesh or launched() else config.device)
@@ -184,6 +185,7 @@ def midtrain(config: MidtrainConfig, say: Say = print, checked: Callable[[], Non
             loaders = [_loader(stage, data) for stage in config.stages]
             for stage, loader in zip(config.stages, loaders, strict=True):
                 check_stage(stage.train, shape, loader.dataset)
+            check_weights(model, world)
             checked()
             return _run(config, model, loaders, data, tokenizer, world, say)
 

@@ -32,14 +32,15 @@ from glm5.train.together import (
     MESH_MAY_DIFFER,
     MeshConfig,
     begin_with,
+    check_weights,
     claimed,
     keep_weights,
     measured,
     prepare_once,
+    settled,
     together,
 )
 from glm5.utils.config_io import differences, to_dict
-from glm5.utils.devices import resolve_device
 from glm5.utils.errors import ConfigError
 from glm5.utils.files import read_json, write_json
 from glm5.utils.runlog import CONFIG, refuse_changes
@@ -149,7 +150,7 @@ def resolve(config: PretrainConfig) -> tuple[PretrainConfig, Tokenizer | None]:
     Raises:
         ConfigError: the shape or the tokenizer are not those of the model to train further, or it attends sparsely.
     """
-    config = replace(config, device=resolve_device(config.device))
+    config = settled(config)
     if config.checkpoint:
         return _further(config)
     model = config.model.replace(extra={**config.model.extra, "glm5_attention": "dense"})
@@ -233,6 +234,7 @@ def train(config: PretrainConfig, data: Prepared, run: Path, world: World | None
     device = config.device if world is None else world.device
     if config.checkpoint:
         model = begin_with(config.checkpoint, device)
+        check_weights(model, world)
         model.config = config.model
     else:
         model = GLM5(config.model, seed=config.init_seed).to(device)

@@ -12,7 +12,7 @@ Source: report section 2.1.1 (warm-up of 1,000 steps at 5e-3 falling to 2e-4, ad
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -28,8 +28,17 @@ from glm5.train.prepare import STDLIB, Prepared, Say, TextConfig
 from glm5.train.ranks import Ranks
 from glm5.train.rows import check_stage
 from glm5.train.schedule import LearningRate
-from glm5.train.together import MESH_MAY_DIFFER, MeshConfig, begin_with, claimed, keep_weights, prepare_once, together
-from glm5.utils.devices import resolve_device
+from glm5.train.together import (
+    MESH_MAY_DIFFER,
+    MeshConfig,
+    begin_with,
+    check_weights,
+    claimed,
+    keep_weights,
+    prepare_once,
+    settled,
+    together,
+)
 from glm5.utils.errors import ConfigError
 from glm5.utils.files import read_json, write_json
 from glm5.utils.runlog import keep_config
@@ -98,7 +107,7 @@ def sparsify(config: SparsifyConfig, say: Say = print, checked: Callable[[], Non
     Raises:
         UserError: see `load_model`, `prepare`, `Trainer` and `Trainer.run`.
     """
-    config = replace(config, device=resolve_device(config.device))
+    config = settled(config)
     if not config.checkpoint:
         raise ConfigError("checkpoint", "", "must name the dense model's directory: glm5 sparsify CHECKPOINT ...")
     # Read before the run's directory is made: most calls that fail name something else than a model.
@@ -127,6 +136,7 @@ def sparsify(config: SparsifyConfig, say: Say = print, checked: Callable[[], Non
             )
             for stage in (config.warmup, config.adapt):  # what contradicts the second is said before the first
                 check_stage(stage, model.config, data.training)
+            check_weights(model, world)
             checked()
             stages = Stages(config, model if world is None else model.to(world.device), data, world)
             figures = Figures(run / "result.json", config, data, say, ranks)

@@ -8,9 +8,9 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
@@ -18,7 +18,7 @@ from glm5.data.loader import TokenDataset
 from glm5.model.config import ModelConfig
 from glm5.model.glm5 import GLM5
 from glm5.model.weights import load_model
-from glm5.parallel.mesh import Mesh, World, launched, open_world
+from glm5.parallel.mesh import Mesh, ParallelError, World, launched, open_world
 from glm5.parallel.watch import check_alike, watched
 from glm5.text.tokenizer import Tokenizer
 from glm5.train.config import TrainConfig
@@ -27,6 +27,7 @@ from glm5.train.loop import Trainer
 from glm5.train.prepare import Prepared, Say, TextConfig, opened, prepare
 from glm5.train.ranks import PipelineOptions, Ranks, check_batch
 from glm5.utils.config_io import to_dict
+from glm5.utils.devices import resolve_device
 from glm5.utils.errors import ConfigError
 from glm5.utils.files import exclusive, read_json, require_writable, sha256_file, write_json
 
@@ -60,6 +61,9 @@ class ProcessConfig:
             raise ConfigError("hang_seconds", self.hang_seconds, "must be a positive number")
 
 
+C = TypeVar("C", bound=ProcessConfig)
+
+
 @dataclass(frozen=True)
 class MeshConfig(ProcessConfig):
     """The same, and how a model in training lies on them."""
@@ -89,6 +93,20 @@ class MeshConfig(ProcessConfig):
             raise ConfigError(f"{name}.{e.field}", e.value, e.rule) from None
 
 
+def _launched_mesh() -> str:
+    """Where no mesh is given: the processes that torchrun started, if it did, divide the rows."""
+    return f"dp={os.environ['WORLD_SIZE']}" if launched() else ""
+
+
+def settled(config: C) -> C:
+    """A configuration with the device and the mesh that it will have here.
+
+    Raises:
+        ConfigError: there is no such device, or the mesh does not fit the rest.
+    """
+    return replace(config, device=resolve_device(config.device), mesh=config.mesh or _launched_mesh())
+
+
 @contextmanager
 def together(config: ProcessConfig, run: Path, model: ModelConfig) -> Iterator[World | None]:
     """The processes that train together: those that torchrun started, or None for this one alone.
@@ -105,12 +123,10 @@ def together(config: ProcessConfig, run: Path, model: ModelConfig) -> Iterator[W
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
         torch.use_deterministic_algorithms(True, warn_only=True)
     try:
-        mesh = Mesh.parse(config.mesh)
+        mesh = Mesh.parse(config.mesh or _launched_mesh())
         if not launched() and mesh.size == 1:
             yield None
             return
-        if not config.mesh and launched():
-            mesh = Mesh(dp=int(os.environ["WORLD_SIZE"]))
         mesh.check_model(model)
         with open_world(mesh, config.device.partition(":")[0]) as world:
             check_alike(world, to_dict(config))
@@ -175,6 +191,25 @@ def prepare_once(
 def begin_with(checkpoint: str, device: torch.device | str, **changes: Any) -> GLM5:
     """A model to train further, in fp32, whole on every rank. Errors as `load_model`."""
     return load_model(checkpoint, device=str(device), dtype="float32", **changes)
+
+
+def check_weights(model: GLM5, world: World | None) -> None:
+    """Whether all ranks have read the same weights: each host may see another directory under one name.
+
+    Raises:
+        ParallelError: they haven't; on every rank, with the name of one that differs and of a tensor.
+    """
+    if world is None:
+        return
+    words = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+    state = {name: t.detach().contiguous() for name, t in model.state_dict().items()}
+    own = {name: int(t.view(words[t.element_size()]).sum(dtype=torch.int64)) for name, t in state.items()}
+    found = world.gather_objects(own)
+    for rank, other in enumerate(found):
+        differ = [name for name in found[0] | other if found[0].get(name) != other.get(name)]
+        if differ:
+            what = f"rank {rank} read other weights than rank 0: {len(differ)} tensors differ, such as {differ[0]}"
+            raise ParallelError(what, "Let all hosts see one and the same checkpoint")
 
 
 def keep_weights(checkpoint: str, path: Path, *, begun: bool) -> None:
