@@ -247,7 +247,7 @@ def test_head_dim_is_derived_in_mla_and_read_in_gqa() -> None:
         ("hidden_act", "gelu"),
         ("attention_dropout", 0.1),
         ("rope_interleave", False),
-        ("indexer_rope_interleave", False),
+        ("indexer_rope_interleave", 0),
         ("scoring_func", "softmax"),
         ("topk_method", "greedy"),
         ("moe_layer_freq", 2),

@@ -22,10 +22,6 @@ _FIXED: dict[str, tuple[Any, str]] = {
     "hidden_act": ("silu", "only SwiGLU (silu) is defined for GLM-5"),
     "attention_dropout": (0.0, "GLM-5 trains without dropout"),
     "rope_interleave": (True, "GLM-5 rotates interleaved pairs; the half-split layout is another model's"),
-    "indexer_rope_interleave": (
-        True,
-        "GLM-5's indexer rotates interleaved pairs; half-split is DeepSeek-V3.2's",
-    ),
     "scoring_func": ("sigmoid", "GLM-5 routes by sigmoid scores"),
     "topk_method": ("noaux_tc", "GLM-5 selects by score plus correction bias"),
     "moe_layer_freq": (1, "every layer after the dense ones is a MoE layer"),
@@ -33,6 +29,8 @@ _FIXED: dict[str, tuple[Any, str]] = {
     "model_type": ("glm_moe_dsa", "another model family's checkpoint"),
     "index_topk_freq": (1, "sharing indices between layers came after GLM-5 and is not implemented"),
 }
+# Absent is true, as GLM-5 has it: interleaved pairs.
+_INDEXER_ROPE = "indexer_rope_interleave"
 # Public names for one field.
 _ALIASES = {
     "num_experts": "n_routed_experts",
@@ -136,6 +134,12 @@ class ModelConfig:
     extra: Mapping[str, Any] = field(default_factory=dict, repr=False, compare=False, hash=False)
 
     # ------------------------------------------------------------------ derived
+    @property
+    def half_split_indexer(self) -> bool:
+        """The checkpoint that this was read from has indexers that rotate halves, as DeepSeek-V3.2's. Loading puts
+        their rows into the order of interleaved pairs, which is what a model holds and saves."""
+        return self.extra.get(_INDEXER_ROPE) is False
+
     @property
     def qk_head_dim(self) -> int:
         """Width of one query or key head: non-rotary plus rotary."""
@@ -277,6 +281,8 @@ class ModelConfig:
                 extra[key] = value
             if key in _FIXED and value is not None and value != _FIXED[key][0]:
                 raise ConfigError(key, value, f"must be {_FIXED[key][0]!r}: {_FIXED[key][1]}")
+            if key == _INDEXER_ROPE and not (value is None or isinstance(value, bool)):
+                raise ConfigError(key, value, "must be true or false")
         _reject_shared_indexers(public)
         for name, value in values.items():
             if value is None and name not in _OPTIONAL:
@@ -306,7 +312,6 @@ class ModelConfig:
             "pretraining_tp": 1,
             "use_cache": True,
             "rope_interleave": True,
-            "indexer_rope_interleave": True,
         }
         rope = self.extra.get("rope_parameters") or {"rope_type": "default"}
         out.update(self.extra)
@@ -314,6 +319,7 @@ class ModelConfig:
             if f.name not in ("extra", "rope_theta"):
                 out[f.name] = getattr(self, f.name)
         out["qk_head_dim"] = self.qk_head_dim
+        out[_INDEXER_ROPE] = True
         out["eos_token_id"] = list(self.eos_token_id) or None
         out["mlp_layer_types"] = list(self.mlp_layer_types) if self.mlp_layer_types else None
         out["rope_parameters"] = {**rope, "rope_theta": self.rope_theta}

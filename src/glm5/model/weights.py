@@ -40,6 +40,7 @@ INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
 MAPPED_BYTES = 256 * 2**20
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 _STORED = {"F32": 4, "BF16": 2, "F16": 2}  # safetensors' names of what can be loaded, and their bytes
+_TURNED = re.compile(r".*\.indexer\.(wq_b\.weight|wk\.weight|k_norm\.weight|k_norm\.bias)")
 _PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
 
 
@@ -292,6 +293,8 @@ def _fill(
                     if part is None:
                         continue
                     at, values = part
+                    if model.config.half_split_indexer:
+                        values = _interleaved(at, values, model.config)
                     if at not in target:
                         tensor = _materialise(model, owner, device, dtype)
                         target.update({owner: tensor} if at == owner else public_tensors(owner, tensor))
@@ -300,6 +303,16 @@ def _fill(
             raise CheckpointError(f"{file} cannot be read ({e})", "Download or copy this file again") from None
     if model.config.tie_word_embeddings:
         model.lm_head.weight = model.model.embed_tokens.weight
+
+
+def _interleaved(name: str, values: Tensor, config: ModelConfig) -> Tensor:
+    """A tensor of an indexer that rotates halves, i with i + R / 2, as one that rotates pairs, 2 i with 2 i + 1: its
+    rows in another order. Queries and keys change alike, so that no score does."""
+    if not _TURNED.fullmatch(name):
+        return values
+    rotary, width = config.qk_rope_head_dim, config.index_head_dim
+    order = torch.cat((torch.arange(rotary).view(2, -1).t().flatten(), torch.arange(rotary, width)))
+    return values.unflatten(0, (-1, width))[:, order].flatten(0, 1)
 
 
 @torch.no_grad()

@@ -120,8 +120,15 @@ class WeightSource:
 
     def _sent(self, update: WeightUpdate, received: Mapping[str, Tensor] | None) -> dict[str, Tensor]:
         if update.source == "tensor":
-            return unpacked(update)
-        return dict(self.receive(update) if received is None else received)
+            tensors = unpacked(update)
+        else:
+            tensors = dict(self.receive(update) if received is None else received)
+        if self.model.config.half_split_indexer and any(".indexer." in name for name in tensors):
+            what = "the checkpoint's indexers rotate halves, and tensors do not say in which order theirs are"
+            raise UserError(
+                what, "Serve what glm5 convert makes of it, and send the order that has; or update from disk"
+            )
+        return tensors
 
     # ------------------------------------------------------------------ in any thread
     def join(self, group: WeightGroup) -> None:
