@@ -1,13 +1,15 @@
 """Pipeline parallelism on GPUs of one host: schedules, where MTP stands, pipeline ZeRO-2, offloading, recomputation.
 
-    torchrun --nproc-per-node 2 benchmarks/pipeline.py [--parts check,schedules,placement,memory,zero2]
-                               [--layers 12] [--experts 48] [--queries 4096] [--micro 8] [--budget SECONDS]
+    torchrun --nproc-per-node 2 benchmarks/pipeline.py [--parts check,schedules,placement,memory,zero2,layouts]
+                               [--layers 12] [--experts 48] [--queries 4096] [--rows 1] [--micro 8] [--budget SECONDS]
+                               [--layouts "zbv/2=E D M*5 | M*4 | M*2 N P | H" ...]
 
 The model has `mini`'s widths. A step is forward and backward passes of random rows, MTP at three depths, without the
 optimizer. Times of computations are CUDA events on the stream that computes (waiting for a receive is not in them), so
 busy time is theirs, the bubble is the rest, and the prediction is `simulate` with these times. Memory is
-`max_memory_allocated` over a step, per rank. "check" compares gradients, fp32, with those of one process. Every result
-is a JSON line as soon as it is there; what fails is one, too, and what the budget leaves no time for is left out.
+`max_memory_allocated` over a step, per rank. "check" compares gradients, fp32, with those of one process; "layouts"
+runs the given ones and one GPU alone, whose time over that of all ranks is the efficiency. Every result is a JSON line
+as soon as it is there; what fails is one, too, and what the budget leaves no time for is left out.
 """
 
 from __future__ import annotations
@@ -43,27 +45,37 @@ from glm5.train.losses import language_model_loss
 from glm5.train.rows import Rows
 
 DEPTHS, MIB = 3, 2**20
+# Of `mini` on two ranks, by measured times of its parts: a layer 1, the MTP block at three depths 3.2, the heads 2.8.
+LAYOUTS = (
+    "1f1b/1=E D M*9 | M*2 N P H",
+    "interleaved/2=E D M*3 | M*6 | M*2 N P | H",
+    "zero-bubble/2=E D M*3 | M*6 | M*2 N P | H",
+    "zbv/2=E D M*5 | M*4 | M*2 N P | H",
+)
 
 
-def make_rows(config: ModelConfig, count: int, queries: int, device: torch.device, seed: int = 0) -> list[Rows]:
-    """Micro-batches of one row of one document."""
+def make_rows(
+    config: ModelConfig, count: int, queries: int, device: torch.device, seed: int = 0, rows: int = 1
+) -> list[Rows]:
+    """Micro-batches of some rows of one document each."""
     generator = torch.Generator().manual_seed(seed)
     out = []
     for _ in range(count):
-        ids = torch.randint(0, config.vocab_size, (1, queries + DEPTHS + 1), generator=generator).to(device)
+        ids = torch.randint(0, config.vocab_size, (rows, queries + DEPTHS + 1), generator=generator).to(device)
         zero = torch.zeros_like(ids)
         ahead = range(1, DEPTHS + 2)
-        ones = torch.ones(1, queries, device=device)
+        ones = torch.ones(rows, queries, device=device)
         targets = tuple((ids[:, d : d + queries].contiguous(), ones) for d in ahead)
         out.append(Rows(ids, zero, zero, targets, plain=True))
     return out
 
 
-def objective(count: int, queries: int) -> Any:
-    tokens = count * queries
+def objective(count: int, args: argparse.Namespace) -> Any:
+    """The loss of a stage, over the counts of all micro-batches."""
+    tokens = count * args.rows * args.queries
 
     def loss(done: Pass) -> Tensor | None:
-        terms = [1e-4 * b / count for b in (*done.trunk.balance_losses, *done.mtp.balance_losses)]
+        terms = [1e-4 * b / (count * args.rows) for b in (*done.trunk.balance_losses, *done.mtp.balance_losses)]
         if done.head_VD is not None:
             targets = done.rows.targets[: len(done.hidden)]
             terms.append(language_model_loss(done.hidden, done.head_VD, targets, mtp_weight=0.3).loss_sum / tokens)
@@ -130,12 +142,12 @@ def run(args: argparse.Namespace, world: World, config: ModelConfig, micro: int 
     del model
     gc.collect()  # modules and schedules of the run before refer to each other
     torch.cuda.empty_cache()
-    rows = make_rows(config, micro, args.queries, world.device)
+    rows, losses = make_rows(config, micro, args.queries, world.device, rows=args.rows), objective(micro, args)
 
     def step() -> None:
         for _, parameter in pipeline.named_parameters():
             parameter.grad = None
-        pipeline.step(Work(rows, objective(micro, args.queries), depths=DEPTHS, balance=True))
+        pipeline.step(Work(rows, losses, depths=DEPTHS, balance=True))
 
     step()
     watch = Watch(pipeline)
@@ -199,6 +211,7 @@ def check(args: argparse.Namespace, world: World) -> Results:
     """Worst difference of a gradient from one process's, as a share of its largest entry."""
     config = mini(num_hidden_layers=5, hidden_size=256, vocab_size=512, n_routed_experts=8, dtype="float32")
     micro, queries = 4, 256
+    args = argparse.Namespace(rows=1, queries=queries)
     rows = make_rows(config, micro, queries, world.device)
     model = make_model(config, world.device, torch.float32)
     for i, row in enumerate(rows):
@@ -206,13 +219,13 @@ def check(args: argparse.Namespace, world: World) -> Results:
         hidden = [model.hidden(row.input_BT, sparse=False, aux=trunk)]
         hidden += model.mtp_hidden(hidden[0], row.ids_BS, DEPTHS, sparse=False, aux=mtp)
         done = Pass(i, row, 1, hidden, model.lm_head.weight, trunk, mtp)
-        objective(micro, queries)(done).backward()
+        objective(micro, args)(done).backward()
     wanted = {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
 
     def worst(name: str, each: int, offload: str, recompute: tuple[str, ...]) -> float:
         own = make_model(config, world.device, torch.float32)
         pipeline = build(own, world, schedule=name, stages_per_rank=each, offload=offload, recompute=recompute)
-        pipeline.step(Work(rows, objective(micro, queries), depths=DEPTHS, balance=True))
+        pipeline.step(Work(rows, objective(micro, args), depths=DEPTHS, balance=True))
         torch.cuda.synchronize()
         apart = max(
             float((p.grad - wanted[n]).abs().max() / wanted[n].abs().max())
@@ -264,8 +277,8 @@ def zero2(args: argparse.Namespace, world: World) -> Results:
             wrap=lambda stage: parallelize(stage, world, reshard=False),
         )
         del model
-        rows = make_rows(config, 4, args.queries, world.device, seed=world.rank)
-        work = Work(rows, objective(4 * world.size, args.queries), depths=DEPTHS, balance=True)
+        rows = make_rows(config, 4, args.queries, world.device, seed=world.rank, rows=args.rows)
+        work = Work(rows, objective(4 * world.size, args), depths=DEPTHS, balance=True)
         pipeline.step(work)
         most, parts = 0, tuple(pipeline.stages.values())
         assert pipeline._runner is not None
@@ -299,16 +312,61 @@ def zero2(args: argparse.Namespace, world: World) -> Results:
         yield f"every {every}", partial(bytes_held, every)
 
 
+def layouts(args: argparse.Namespace, world: World) -> Results:
+    """One GPU alone, then each "schedule/stages a rank=layout"; the efficiency is against that GPU."""
+    config, one = shape(args), 0.0
+
+    def alone() -> dict[str, float]:
+        nonlocal one
+        model = make_model(config, world.device, torch.bfloat16)
+        rows, losses = (
+            make_rows(config, args.micro, args.queries, world.device, rows=args.rows),
+            objective(args.micro, args),
+        )
+        for _ in range(3):
+            model.zero_grad(set_to_none=True)
+            torch.cuda.synchronize()
+            began = time.perf_counter()
+            for i, row in enumerate(rows):
+                trunk, mtp = (Aux(balance=True, valid=row.valid_BT()) for _ in range(2))
+                hidden = [model.hidden(row.input_BT, sparse=False, aux=trunk)]
+                hidden += model.mtp_hidden(hidden[0], row.ids_BS, DEPTHS, sparse=False, aux=mtp)
+                losses(Pass(i, row, args.rows, hidden, model.lm_head.weight, trunk, mtp)).backward()
+            torch.cuda.synchronize()
+            one = 1e3 * (time.perf_counter() - began)
+        return {"step_ms": round(one, 1)}
+
+    def staged(name: str, each: int, layout: str) -> dict[str, Any]:
+        options = dict(schedule=name, stages_per_rank=each, layout=PipelineLayout.parse(layout, config))
+        found = run(args, world, config, **options)
+        return {"efficiency": round(one / world.size / found["step_ms"], 3), **found}
+
+    yield "one GPU", alone
+    for text in args.layouts:
+        kind, layout = text.split("=")
+        name, each = kind.split("/")
+        yield kind, partial(staged, name, int(each), layout)
+
+
 def shape(args: argparse.Namespace) -> ModelConfig:
     return mini(num_hidden_layers=args.layers, n_routed_experts=args.experts)
 
 
-PARTS = {"check": check, "schedules": schedules, "memory": memory, "zero2": zero2, "placement": placement}
+PARTS = {
+    "check": check,
+    "schedules": schedules,
+    "memory": memory,
+    "zero2": zero2,
+    "placement": placement,
+    "layouts": layouts,
+}
 
 
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--parts", default=",".join(PARTS))
+    parser.add_argument("--layouts", nargs="*", default=LAYOUTS)
+    parser.add_argument("--rows", type=int, default=1, help="rows of a micro-batch")
     parser.add_argument("--layers", type=int, default=12)
     parser.add_argument("--experts", type=int, default=48)
     parser.add_argument("--queries", type=int, default=4096)
