@@ -162,18 +162,21 @@ def two_nodes(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     from ray.cluster_utils import Cluster as Nodes
 
     monkeypatch.setenv("RAY_USAGE_STATS_ENABLED", "0")
+    monkeypatch.setenv("RAY_AUTH_MODE", "disabled")  # whether or not this machine's user has a token
     directory = tempfile.mkdtemp(prefix="ray-", dir="/tmp")  # paths of sockets have to be short
-    nodes = None
+    # All that Ray writes goes there; the directory of its own must exist, and then no cluster of the user's is touched.
+    monkeypatch.setenv("RAY_TMPDIR", directory)
+    Path(directory, "ray").mkdir()
+    nodes = Nodes()
     try:
-        nodes = Nodes(initialize_head=True, head_node_args={**about(1), "temp_dir": directory})
+        nodes.add_node(**about(1))
         nodes.engine_node = nodes.add_node(**about(2))
         nodes.wait_for_nodes(timeout=120)
         ray.init(address=nodes.address, log_to_driver=True)
         yield nodes
     finally:
         ray.shutdown()
-        if nodes is not None:
-            nodes.shutdown()
+        nodes.shutdown()
         until(lambda: not commands(directory), f"Ray left behind {commands(directory)}")
         shutil.rmtree(directory, ignore_errors=True)
 
