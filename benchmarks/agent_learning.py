@@ -14,10 +14,13 @@ from __future__ import annotations
 
 import argparse
 import importlib.util
+import itertools
 import json
+import random
 import statistics
 import tempfile
 import time
+import zlib
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -25,6 +28,7 @@ from typing import Any
 import torch
 
 from glm5 import GLM5, save_model
+from glm5.agents.service import Policy, Result, Rollout, TaskService
 from glm5.model.presets import nano
 from glm5.posttrain.agent import IntakeConfig
 from glm5.posttrain.agent_run import AgentConfig, agent
@@ -41,22 +45,49 @@ from tuning import tuning
 SERVICE = Path(__file__).parents[1] / "examples" / "services" / "cards.py"
 
 
-def cards() -> Any:
-    """The example's module."""
+def cards(names: str, highest: int) -> Any:
+    """The example's module, dealing cards of these names below `highest`."""
     spec = importlib.util.spec_from_file_location("cards", SERVICE)
     assert spec is not None
     assert spec.loader is not None
     made = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(made)
+
+    def deal(seed: int) -> dict[str, int]:
+        """Cards by name, no two alike."""
+        return dict(zip(names, random.Random(seed).sample(range(highest), len(names)), strict=True))  # noqa: S311
+
+    made.NAMES, made.deal = names, deal
     return made
+
+
+def held_out(deal: dict[str, int]) -> bool:
+    """Whether a deal is one of the quarter that is only measured: scripts and what is learned from have the others."""
+    return zlib.crc32(repr(sorted(deal.items())).encode()) % 4 == 0
+
+
+def seed_of(task: Any, seed: int, *, held: bool) -> int:
+    """The first seed from this one on whose deal is of the right part."""
+    return next(s for s in itertools.count(seed) if held_out(task.deal(s)) == held)
+
+
+def service(task: Any) -> TaskService:
+    """The example's service, on deals of the right part: sessions of held-out figures have names of their own."""
+
+    class Cards(task.Cards):  # type: ignore[name-defined, misc]
+        async def rollout(self, asked: Rollout, policy: Policy) -> Result:
+            seed = seed_of(task, asked.seed, held=asked.sample.startswith("held-"))
+            return await super().rollout(replace(asked, seed=seed), policy)
+
+    return Cards()
 
 
 def base(directory: Path, args: argparse.Namespace, seed: int) -> Path:
     """The fine-tuned model that learning begins with."""
-    task = cards()
+    task = cards(args.cards, args.highest)
     talk, rows = directory / "talk.jsonl", []
     for number in range(args.scripts):
-        rows.append({"messages": task.script(seed * 1_000_000 + number)})
+        rows.append({"messages": task.script(seed_of(task, (seed * 1_000 + number) * 1_000, held=False))})
     talk.write_text("".join(json.dumps(row) + "\n" for row in rows))
     plain = Tokenizer.train([talk.read_text()], 292)  # whatever it is, its text is what the tokenizer must know
     texts = []
@@ -84,17 +115,16 @@ def config(model: Path, run: Path, args: argparse.Namespace, seed: int) -> Agent
     return AgentConfig(
         checkpoint=str(model),
         run=str(run),
-        tasks=(f"{SERVICE}:Cards",),
         engine=EngineConfig(memory_gib=0.2, context=1024, drafts=args.drafts, overlap=False),
         rollout=RolloutOptions(group=args.group, concurrency=args.concurrency, look_s=0.1),
         intake=IntakeConfig(groups=args.groups, max_staleness=args.staleness),
         learn=LearnConfig(
             steps=args.rl_steps,
             updates=args.updates,
-            lr=LearningRate(args.lr, args.lr, warmup_steps=2),
+            lr=LearningRate(args.lr, args.lr / 10, warmup_steps=2),
             row_tokens=1024,
             micro_batch=2,
-            save_every=10,
+            save_every=1_000,
             seed=seed,
         ),
         device="cpu",
@@ -124,7 +154,8 @@ def one_seed(seed: int, directory: Path, args: argparse.Namespace) -> dict[str, 
     table: dict[str, Any] = {}
     for variant in args.variant:
         began = time.time()
-        found = agent(varied(config(model, directory / variant, args, seed), variant), lambda _: None)
+        given = varied(config(model, directory / variant, args, seed), variant)
+        found = agent(given, lambda _: None, services=[service(cards(args.cards, args.highest))])
         records = read_metrics(found.run)
         table[variant] = {
             "before": found.held_out["before"]["cards"],
@@ -148,8 +179,10 @@ def main() -> None:
         ("sft-steps", 62), ("rl-steps", 40), ("scripts", 400), ("vocab", 300), ("hidden", 128), ("layers", 2),
         ("experts", 4), ("seq-len", 128), ("group", 8), ("groups", 8), ("updates", 1), ("staleness", 3),
         ("concurrency", 64), ("drafts", 0), ("held-out", 100), ("eval-every", 10),
+        ("highest", 10),
     ):  # fmt: skip
         parser.add_argument(f"--{name}", type=int, default=default)
+    parser.add_argument("--cards", default="abc", help="a letter each")
     parser.add_argument("--sft-lr", type=float, default=3e-3)
     parser.add_argument("--lr", type=float, default=5e-4)
     parser.add_argument("--out", help="keep the runs here, and go on from what is there")
