@@ -102,6 +102,7 @@ def test_a_run_is_exact_to_the_token_and_goes_on_after_a_kill(
         push(self, model, version)
 
     monkeypatch.setattr(Field, "push", pushed)
+    monkeypatch.setenv("GLM5_API_KEY", "a key")  # the gateway's, too
     given = config(checkpoint, tmp_path / "run")
 
     def die(learner: AgentLearner) -> None:

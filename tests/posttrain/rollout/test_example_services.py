@@ -1,8 +1,9 @@
-"""The example of a service, in a process of its own, with the real command and a scripted engine that can add."""
+"""The example of a service, in a process of its own: the real command, a scripted engine that can add, and keys."""
 
 from __future__ import annotations
 
 import json
+import os
 import re
 import signal
 import subprocess
@@ -14,15 +15,17 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from glm5.agents.protocol import bearer
 from glm5.posttrain.outcome import Outcome
 from glm5.posttrain.store import Store
-from glm5.serve.gateway.app import create_gateway
+from glm5.serve.gateway.app import GatewayOptions, create_gateway
 from glm5.serve.request import Request
 from support.scripted import Scripted, chat_tokenizer
 from support.serving import served
 
 ROOT = Path(__file__).parents[3]
 T = chat_tokenizer()
+KEYS = {"GLM5_API_KEY": "a key", "GLM5_GATEWAY_KEY": "another"}
 
 
 def add(request: Request, index: int) -> str:
@@ -35,7 +38,7 @@ def add(request: Request, index: int) -> str:
 
 @contextmanager
 def process(*command: str) -> Iterator[subprocess.Popen[str]]:
-    made = subprocess.Popen(command, stderr=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    made = subprocess.Popen(command, stderr=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=os.environ | KEYS)
     try:
         yield made
     finally:
@@ -44,14 +47,15 @@ def process(*command: str) -> Iterator[subprocess.Popen[str]]:
 
 
 def asked(address: str, path: str) -> Any:
-    with urllib.request.urlopen(address + path, timeout=60) as answer:  # noqa: S310
+    request = urllib.request.Request(address + path, headers=bearer("a key"))  # noqa: S310
+    with urllib.request.urlopen(request, timeout=60) as answer:  # noqa: S310
         return answer.read().decode()
 
 
 def test_sums(tmp_path: Path) -> None:
     path = tmp_path / "run" / "trajectories.sqlite"
     engine = Scripted(script=add, sizes=(4,))
-    with served(create_gateway(engine)) as gateway:
+    with served(create_gateway(engine, GatewayOptions(api_key="another"))) as gateway:
         orchestrate = (sys.executable, "-m", "glm5", "orchestrate", str(path), "--gateway", gateway, "--port", "0")
         with process(*orchestrate, "--group", "2", "--max-open", "24", "--temperature", "0.7") as command:
             assert command.stderr is not None
