@@ -359,6 +359,40 @@ def test_openai_s_client(live: tuple[str, Scripted], stream: bool) -> None:
 
 
 @pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("kept", [False, True])
+def test_openai_s_client_of_responses(live: tuple[str, Scripted], kept: bool, stream: bool) -> None:
+    """History as items that are sent back, or as the name of the response before."""
+    address, backend = live
+    answers = [f"hm</think>see{call('ping', n='3')}<|observation|>", "well</think>the answer<|user|>", "path<|user|>"]
+    backend.script = saying(*answers)
+    client = openai.OpenAI(base_url=f"{address}/sessions/re/v1", api_key="none", max_retries=0)
+    schema = {"type": "object", "properties": {"n": {"type": "string"}}}
+    tools: list[Any] = [{"type": "function", "name": "ping", "parameters": schema}]
+    new: list[Any] = list(HI)
+    history, before = new, None
+    for _ in answers:
+        asked: dict[str, Any] = {"model": "glm5-test", "tools": tools, "input": new if kept else history}
+        if kept and before is not None:
+            asked["previous_response_id"] = before
+        if stream:
+            with client.responses.stream(**asked) as events_:
+                response = events_.get_final_response()
+        else:
+            response = client.responses.create(**asked)
+        before = response.id
+        calls = [item.call_id for item in response.output if item.type == "function_call"]
+        new = [{"type": "function_call_output", "call_id": id, "output": "ok"} for id in calls] or [user("more")]
+        # What an agent may leave out of what it sends back: its thinking, and fields that mean nothing to it.
+        items = [item.model_dump(exclude_none=True) for item in response.output if item.type != "reasoning"]
+        history = [*history, *items, *new]
+    assert response.output_text == "path"
+    made = httpx.get(f"{address}/sessions/re").json()
+    (trajectory,) = made["trajectories"]
+    assert [turn["origin"] for turn in made["turns"]] == ["start", "continued", "continued"]
+    assert drawn(trajectory) == [id for answer in answers for id in encode(answer)]
+
+
+@pytest.mark.parametrize("stream", [False, True])
 def test_anthropic_s_client(live: tuple[str, Scripted], stream: bool) -> None:
     address, backend = live
     answers = [f"see{call('ping', n='3')}{call('ping', n='4')}<|observation|>", "the answer<|user|>"]

@@ -1,4 +1,4 @@
-"""The gateway's application: OpenAI's chat, Anthropic's messages and ids, each request in a session.
+"""The gateway's application: OpenAI's chat and responses, Anthropic's messages, and ids; each request in a session.
 
 An agent attaches by its base URL, `http://HOST:PORT/sessions/NAME/v1` (Anthropic's client: without `/v1`), or sends the
 name as `X-Session-ID` (or `X-SMG-Routing-Key`, as slime does). Whatever it asks, the gateway asks the engine for every
@@ -33,7 +33,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from glm5.serve.client import Backend, Stream, Unavailable
 from glm5.serve.gateway.session import Plan, Session
-from glm5.serve.http import anthropic, chat, errors, native, tokens
+from glm5.serve.http import anthropic, chat, errors, native, responses, tokens
 from glm5.serve.http.app import Lifespan, lifespan
 from glm5.serve.http.bodies import Body, Name
 from glm5.serve.http.errors import ApiError, Json
@@ -255,7 +255,7 @@ def create_gateway(
         version = gateway.backend.weight_version
         return Json({"status": "ok", "sessions": len(gateway.sessions), "weight_version": version})
 
-    for room in (chat, anthropic, native, tokens):
+    for room in (chat, responses, anthropic, native, tokens):
         app.include_router(room.routes(gateway))
     app.add_middleware(
         Guard,

@@ -289,14 +289,14 @@ def routes(server: Server) -> APIRouter:
     @router.post("/v1/responses", responses=STREAMED)
     async def responses(body: ResponsesBody, http: HttpRequest) -> Response:
         """Answer a conversation of items."""
-        model = server.check_model(body.model)
+        model, here = server.check_model(body.model), server.of(http)
         items = body.items()
         if body.previous_response_id is not None:
             before = find(body.previous_response_id)
             items = [*before.items, *before.response["output"], *items]
-        conversation = await prepared(http, lambda: body.conversation(server, items))
-        reply = replies_to(server, conversation)[0]
-        stream = await server.start(conversation.request)
+        conversation = await prepared(http, lambda: body.conversation(here, items))
+        reply = replies_to(here, conversation)[0]
+        stream = await here.start(conversation.request)
         head = _head(body, model)
 
         def keep(told: dict[str, Any]) -> None:
