@@ -6,6 +6,7 @@ In virtual time, with the real gateway before a scripted engine (`Desk`).
 from __future__ import annotations
 
 import asyncio
+import gc
 import socket
 from collections import Counter
 from collections.abc import Callable
@@ -26,8 +27,11 @@ from glm5.posttrain.outcome import Outcome, State
 from glm5.posttrain.rollout.desk import create_desk, serve
 from glm5.posttrain.rollout.options import RolloutOptions
 from glm5.posttrain.rollout.orchestrator import Orchestrator
+from glm5.posttrain.rollout.sample import Job
 from glm5.posttrain.store import Sample, Store
 from glm5.serve.gateway.app import GatewayOptions, create_gateway
+from glm5.serve.gateway.session import Session
+from glm5.serve.gateway.turn import Turn
 from glm5.utils.errors import ConfigError, FileError, UserError
 from support import virtual
 from support.rollouts import ScriptedEngine
@@ -563,6 +567,10 @@ def test_more_than_a_thousand_at_once(tmp_path: Path) -> None:
         assert desk.orchestrator.figures.finished == 0
         await over(1040)(desk)
         assert not desk.orchestrator.running
+        await asyncio.sleep(5.0)  # until all is let go of
+        gc.collect()
+        kept = Counter(type(one).__name__ for one in gc.get_objects() if type(one) in (Session, Turn, Job, Rollout))
+        assert not kept, "what is over is in the store, and nowhere else"
 
     desk = played(tmp_path / "t", play, talk, options=options)
     assert {sample.status for sample in desk.samples().values()} == {"delivered"}
