@@ -37,7 +37,7 @@ def _prompts() -> list[list[int]]:
     return [torch.randint(6, 320, (n,), generator=generator).tolist() for n in LENGTHS]
 
 
-def _answers(model: GLM5, config: EngineConfig, params: SamplingParams) -> tuple[list[Answer], int]:
+def _answers(model: GLM5, config: EngineConfig, params: SamplingParams) -> tuple[list[Answer], Engine]:
     engine = Engine(model, config)
     requests = [Request(ids, params) for ids in _prompts()]
     for request in requests:
@@ -47,7 +47,7 @@ def _answers(model: GLM5, config: EngineConfig, params: SamplingParams) -> tuple
         for delta in engine.step():
             answers[delta.rid].add(delta)
     assert engine.info()["pages"] == config.pages, "the spare page is not given out"
-    return [answers[request.rid] for request in requests], engine.info()["recorded_steps"]
+    return [answers[request.rid] for request in requests], engine
 
 
 @pytest.mark.usefixtures("recorded")
@@ -55,9 +55,14 @@ def _answers(model: GLM5, config: EngineConfig, params: SamplingParams) -> tuple
 def test_recorded_steps_give_the_same_answers(drafts: int) -> None:
     model = agreeable(0).eval()
     plain, none = _answers(model, replace(PLAIN, drafts=drafts), GREEDY)
-    ours, steps = _answers(model, replace(PLAIN, drafts=drafts, cuda_graphs=True), GREEDY)
-    assert none == 0
-    assert steps > 10
+    ours, some = _answers(model, replace(PLAIN, drafts=drafts, cuda_graphs=True), GREEDY)
+    assert none.info()["recorded_steps"] == 0
+    assert some.info()["recorded_steps"] > 10
+    if drafts:
+        assert some.executor.drafter is not None
+        assert all(kind is not None and kind.replayed > 10 for kind in some.executor.drafter.recorded)
+        assert some.speculation == none.speculation
+        assert some.speculation.accept_length > 1.5
     for a, b in zip(ours, plain, strict=True):
         assert a.ids == b.ids
         torch.testing.assert_close(

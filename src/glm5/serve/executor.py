@@ -96,7 +96,7 @@ class Executor:
         context: int,
         page_size: int,
         new_pages: Callable[..., PagedCache] = PagedCache,
-        new_graphs: Callable[..., Graphs] | None = Graphs,
+        new_graphs: Callable[..., Graphs | None] | None = Graphs,
     ) -> None:
         if config.drafts and not model.config.num_nextn_predict_layers:
             raise ConfigError("drafts", config.drafts, "this model has no MTP block to make them")
@@ -129,11 +129,15 @@ class Executor:
         if model.device.type == "cuda":
             model.lay_out()  # again where weights have been given new memory
         self._graphs: Graphs | None = None
-        record = self._recorder()
-        if record is not None and self._new_graphs is not None:
-            limits: dict[str, Any] = dict(most=config.max_running, queries=1 + config.drafts, context=self._context)
-            limits |= dict(spare=self.pages, fixed=config.invariant)
-            self._graphs = self._new_graphs(model, self.cache, record=record, **limits)
+        record, new = self._recorder(), self._new_graphs
+        if record is None or new is None:
+            return
+        limits: dict[str, Any] = dict(spare=self.pages, most=config.max_running, context=self._context, record=record)
+        queries = 1 + config.drafts
+        self._graphs = new(model, self.cache, queries=queries, fixed=config.invariant, **limits)
+        if self.drafter is not None:  # whose drafts change no answer, whatever operators make them
+            first, next_ones = (new(model, self.cache, queries=n, draft=True, **limits) for n in (queries, 1))
+            self.drafter.recorded = first, next_ones
 
     def _recorder(self) -> Recorder | None:
         """How steps are recorded, where they are."""
@@ -143,8 +147,12 @@ class Executor:
     @torch.inference_mode()
     def warm(self) -> None:
         """Compile and record on a GPU what decode steps need, before the first request waits for it."""
-        if self._graphs is not None:
-            self._graphs.warm()
+        for graphs in self._all_graphs():
+            graphs.warm()
+
+    def _all_graphs(self) -> list[Graphs]:
+        of_drafts = self.drafter.recorded if self.drafter is not None else ()
+        return [graphs for graphs in (self._graphs, *of_drafts) if graphs is not None]
 
     @property
     def recorded_steps(self) -> int:
@@ -155,9 +163,11 @@ class Executor:
         """Give the memory of recorded steps back, and that of the pages, whose content is lost."""
         if pages:
             self.cache.release()
-        if self._graphs is not None:
-            self._graphs.forget()
+        for graphs in self._all_graphs():
+            graphs.forget()
         self._graphs = None
+        if self.drafter is not None:
+            self.drafter.recorded = None, None
         if self._model.device.type == "cuda":
             torch.cuda.empty_cache()
 

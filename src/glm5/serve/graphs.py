@@ -9,7 +9,8 @@ before it reads them, or in `spare`.
 
 Where nothing can be recorded, as on a CPU, `Graphs` can run the same buffers through the plain call: that is what its
 tests do. Steps of other shapes (chunks of prompts, more rows than are recorded) are not its business: it returns None,
-and the executor makes its plain call. Read next: `glm5.model.paged`, `executor`.
+and the executor makes its plain call. The MTP block's entries are recorded in the same way. Read next:
+`glm5.model.paged`, `executor`.
 """
 
 from __future__ import annotations
@@ -87,16 +88,24 @@ class StaticBatch(PagedBatch):
 
     Args:
         start_B: int64, the first slot of each sequence's rows. table_BP: int64, its pages. spare: nobody's page.
-        by_row: see `PagedBatch`.
+        first, by_row: see `PagedBatch`.
     """
 
     def __init__(
-        self, cache: PagedCache, start_B: Tensor, table_BP: Tensor, queries: int, spare: int, by_row: bool = False
+        self,
+        cache: PagedCache,
+        start_B: Tensor,
+        table_BP: Tensor,
+        queries: int,
+        spare: int,
+        *,
+        first: int = 0,
+        by_row: bool = False,
     ) -> None:
         self.cache, self.size, self.spare, self.by_row = cache, cache.size, spare, by_row
         last_BT = start_B[:, None] + torch.arange(queries, device=start_B.device)
-        visible = Visibility(torch.zeros_like(last_BT), last_BT, table_BP.shape[1] * cache.size)
-        self._place([(visible, Pages(table_BP, cache.size))], first=0)
+        visible = Visibility(torch.full_like(last_BT, first), last_BT, table_BP.shape[1] * cache.size)
+        self._place([(visible, Pages(table_BP, cache.size))], first=first)
 
     def keep_hidden(self, hidden_1ND: Tensor) -> None:
         """Keep the trunk's hidden states of slots that end a page, without asking whether there are any."""
@@ -106,42 +115,52 @@ class StaticBatch(PagedBatch):
 
 
 class _Step:
-    """One recorded shape: `rows` sequences with `queries` rows each, whose tables have `pages` pages. fixed: with the
-    operators of the invariant mode."""
+    """One recorded shape: `rows` sequences with `queries` rows each, whose tables have `pages` pages."""
 
-    def __init__(
-        self, model: GLM5, cache: PagedCache, shape: tuple[int, int, int], spare: int, fixed: bool, record: Recorder
-    ) -> None:
-        (rows, queries, pages), device = shape, cache.hidden.device
-        self._model, self._cache, self._queries, self._spare, self._fixed = model, cache, queries, spare, fixed
+    first = 0  # the first slot that has an entry
+
+    def __init__(self, graphs: Graphs, shape: tuple[int, int, int]) -> None:
+        rows, queries, pages = shape
+        self._graphs, self._queries, device = graphs, queries, graphs.cache.hidden.device
         pinned = device.type == "cuda"
-        self._host_BX = torch.zeros(rows, 1 + queries, dtype=torch.int64, pin_memory=pinned)  # start, ids
-        self._host_table_BP = torch.full((rows, pages), spare, dtype=torch.int64, pin_memory=pinned)
+        self._host_BX = torch.zeros(rows, 2 + queries, dtype=torch.int64, pin_memory=pinned)  # start, last row, ids
+        self._host_BX[:, 0] = self.first
+        self._host_table_BP = torch.full((rows, pages), graphs.spare, dtype=torch.int64, pin_memory=pinned)
         self._device_BX, self._table_BP = self._host_BX.to(device), self._host_table_BP.to(device)
         self._tables: list[tuple[int, ...]] = [()] * rows  # what the host's table holds of each row
         self._copied = torch.cuda.Event() if pinned else None
-        self._replay = record(self._run)
+        self._prepare(rows, device)
+        self._replay = graphs.record(self._run)
+
+    def _prepare(self, rows: int, device: torch.device) -> None:
+        """Make what else the call reads."""
+
+    def _batch(self, *, by_row: bool = False) -> tuple[StaticBatch, Tensor]:
+        """The call's batch, and its ids [1, N]."""
+        graphs, start_B = self._graphs, self._device_BX[:, 0]
+        places = graphs.cache, start_B, self._table_BP, self._queries, graphs.spare
+        return StaticBatch(*places, first=self.first, by_row=by_row), self._device_BX[:, 2:].reshape(1, -1)
 
     def _run(self) -> Outputs:
-        start_B, ids_BT = self._device_BX[:, 0], self._device_BX[:, 1:]
-        batch = StaticBatch(self._cache, start_B, self._table_BP, self._queries, self._spare, self._fixed)
-        with invariant.operators(self._model) if self._fixed else nullcontext():
-            hidden_ND = self._model.hidden(ids_BT.reshape(1, -1), cache=batch)[0]
-            return hidden_ND, self._model.lm_head(hidden_ND)
+        fixed, model = self._graphs.fixed, self._graphs.model
+        batch, ids_1N = self._batch(by_row=fixed)
+        with invariant.operators(model) if fixed else nullcontext():
+            hidden_ND = model.hidden(ids_1N, cache=batch)[0]
+            return hidden_ND, model.lm_head(hidden_ND)
 
-    def __call__(self, runs: Sequence[Run], ids: Sequence[Sequence[int]]) -> Outputs:
+    def _fill(self, runs: Sequence[Run], ids: Sequence[Sequence[int]]) -> None:
         if self._copied is not None:
             self._copied.synchronize()  # the device has read what the last step left here
         rows, changed, pages = [], False, self._table_BP.shape[1]
         for row, before in enumerate(self._tables):
-            used = row < len(runs)
-            given = [runs[row].start, *ids[row]] if used else []
-            rows.append(given + [0] * (1 + self._queries - len(given)))
+            used, last = row < len(runs), row * self._queries
+            given = [runs[row].start, last + runs[row].count - 1, *ids[row]] if used else [self.first, last]
+            rows.append(given + [0] * (2 + self._queries - len(given)))
             table = tuple(runs[row].table[:pages]) if used else ()
             if table != before:
                 kept = len(before) if table[: len(before)] == before else 0
                 self._host_table_BP[row, kept : len(table)] = torch.tensor(table[kept:], dtype=torch.int64)
-                self._host_table_BP[row, len(table) :] = self._spare
+                self._host_table_BP[row, len(table) :] = self._graphs.spare
                 self._tables[row], changed = table, True
         self._host_BX.copy_(torch.tensor(rows))
         self._device_BX.copy_(self._host_BX, non_blocking=True)
@@ -149,13 +168,41 @@ class _Step:
             self._table_BP.copy_(self._host_table_BP, non_blocking=True)
         if self._copied is not None:
             self._copied.record()
-        hidden_ND, logits_NV = self._replay()
-        n = len(runs) * self._queries
+
+    def _own(self, runs: Sequence[Run]) -> slice | Tensor:
+        """Which rows are the runs' own."""
         if all(run.count == self._queries for run in runs):
-            return hidden_ND[:n], logits_NV[:n]
+            return slice(len(runs) * self._queries)
         own = [row * self._queries + i for row, run in enumerate(runs) for i in range(run.count)]
-        own_N = torch.tensor(own, device=hidden_ND.device)
-        return hidden_ND[own_N], logits_NV[own_N]
+        return torch.tensor(own, device=self._device_BX.device)
+
+    def __call__(self, runs: Sequence[Run], ids: Sequence[Sequence[int]], hidden: Sequence[Tensor] = ()) -> Outputs:
+        self._fill(runs, ids)
+        hidden_ND, logits_NV = self._replay()
+        own = self._own(runs)
+        return hidden_ND[own], logits_NV[own]
+
+
+class _DraftStep(_Step):
+    """The same of the MTP block, which reads a hidden state with each id, and says what follows each sequence."""
+
+    first = 1
+
+    def _prepare(self, rows: int, device: torch.device) -> None:
+        width = self._graphs.cache.hidden
+        self._read_1ND = torch.zeros(1, rows * self._queries, width.shape[-1], dtype=width.dtype, device=device)
+
+    def _run(self) -> Outputs:
+        batch, ids_1N = self._batch()
+        model = self._graphs.model
+        out_BD = model.draft_hidden(self._read_1ND, ids_1N, batch)[0].index_select(0, self._device_BX[:, 1])
+        return out_BD, model.lm_head(out_BD)
+
+    def __call__(self, runs: Sequence[Run], ids: Sequence[Sequence[int]], hidden: Sequence[Tensor] = ()) -> Outputs:
+        self._fill(runs, ids)
+        self._read_1ND[0, self._own(runs)] = torch.cat(list(hidden))
+        out_BD, logits_BV = self._replay()
+        return out_BD[: len(runs)], logits_BV[: len(runs)]
 
 
 class Graphs:
@@ -165,6 +212,7 @@ class Graphs:
         cache: has a page more than is given out, `spare`.
         most: sequences of a step at most. queries: rows of each at most. context: slots of a sequence at most.
         record: see `recorder_for`. fixed: record the operators of the invariant mode.
+        draft: record the MTP block's entries, in place of the trunk's.
 
     Attributes:
         replayed: steps that ran from a recording.
@@ -181,9 +229,10 @@ class Graphs:
         record: Recorder,
         queries: int = 1,
         fixed: bool = False,
+        draft: bool = False,
     ) -> None:
-        self._fixed, self._queries = fixed, queries
-        self._model, self._cache, self._spare, self._record = model, cache, spare, record
+        self.fixed, self._queries, self._kind = fixed, queries, _DraftStep if draft else _Step
+        self.model, self.cache, self.spare, self.record = model, cache, spare, record
         longest = -(-(context + queries - 1) // cache.size)
         self._rows = [*(n for n in ROWS if n < most), min(most, ROWS[-1])]
         self._pages = [*(n for n in PAGES if n < longest), longest]
@@ -191,20 +240,26 @@ class Graphs:
         self._broken = False
         self.replayed = 0
 
-    def __call__(self, runs: Sequence[Run], ids: Sequence[Sequence[int]]) -> Outputs | None:
+    def __call__(
+        self, runs: Sequence[Run], ids: Sequence[Sequence[int]], hidden: Sequence[Tensor] = ()
+    ) -> Outputs | None:
         """The trunk's hidden states [N, D] of all runs' rows after the final norm, and their logits, valid until the
-        next step; None if this step has to be run plainly."""
+        next step; None if this step has to be run plainly.
+
+        Args:
+            hidden: with `draft`: what each run reads, [count, D]. The result is then of each run's last row.
+        """
         queries, slots = self._queries, max(run.start for run in runs) + self._queries
         odd = queries > MOST_QUERIES or any(run.count > queries for run in runs)
-        if self._broken or odd or len(runs) > self._rows[-1] or slots > self._pages[-1] * self._cache.size:
+        if self._broken or odd or len(runs) > self._rows[-1] or slots > self._pages[-1] * self.cache.size:
             return None
         rows = next(n for n in self._rows if n >= len(runs))
-        pages = next(n for n in self._pages if n * self._cache.size >= slots)
+        pages = next(n for n in self._pages if n * self.cache.size >= slots)
         step = self._step((rows, queries, pages))
         if step is None:
             return None
         self.replayed += 1
-        return step(runs, ids)
+        return step(runs, ids, hidden)
 
     def warm(self) -> None:
         """Record every number of sequences at the shortest tables: what has to be compiled is compiled now, and not
@@ -224,7 +279,7 @@ class Graphs:
         if shape not in self._steps:
             log.info("recording a step of %d sequences, %d rows each, tables of %d pages", *shape)
             try:
-                self._steps[shape] = _Step(self._model, self._cache, shape, self._spare, self._fixed, self._record)
+                self._steps[shape] = self._kind(self, shape)
             except RuntimeError as problem:
                 log.warning("steps run plainly, without CUDA graphs: %s", str(problem).splitlines()[0])
                 self._broken = True

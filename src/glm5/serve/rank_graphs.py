@@ -61,7 +61,9 @@ class LedGraphs(Graphs):
         self._leader = leader
         leader.do("record", limits)
 
-    def __call__(self, runs: Sequence[Run], ids: Sequence[Sequence[int]]) -> Outputs | None:
+    def __call__(
+        self, runs: Sequence[Run], ids: Sequence[Sequence[int]], hidden: Sequence[Tensor] = ()
+    ) -> Outputs | None:
         out: Outputs | None = self._leader.do("recorded", tuple(runs), [list(of_one) for of_one in ids])
         return out
 

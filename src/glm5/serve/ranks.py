@@ -330,7 +330,7 @@ class Leader:
         self.weights: WeightSource = LedWeights(self)
         self.pages: Callable[..., PagedCache] = self._make_pages
         # Exchanges of spread experts have sizes that the host must know: such steps cannot be recorded.
-        self.graphs: Callable[..., Graphs] | None = self._make_graphs if share.ep == 1 else None
+        self.graphs: Callable[..., Graphs | None] | None = self._make_graphs if share.ep == 1 else None
         mesh = member.share.world.mesh
         self.sizes: Mapping[str, int] = {"tp": mesh.tp, "cp": mesh.cp, "dp": mesh.dp, "ep": mesh.ep}
 
@@ -360,9 +360,11 @@ class Leader:
         cache.leader = self  # type: ignore[attr-defined]
         return cache
 
-    def _make_graphs(self, model: GLM5, cache: PagedCache, *, record: Any, **limits: Any) -> Graphs:
-        """As `Graphs`, of every rank's own part."""
-        return LedGraphs(self, **limits)
+    def _make_graphs(
+        self, model: GLM5, cache: PagedCache, *, record: Any, draft: bool = False, **limits: Any
+    ) -> Graphs | None:
+        """As `Graphs`, of every rank's own part; of the trunk alone."""
+        return None if draft else LedGraphs(self, **limits)
 
     def close(self) -> None:
         """Let the followers go. Where experts are spread, this returns when all leaders close."""

@@ -21,6 +21,7 @@ from torch import Tensor
 
 from glm5.model.glm5 import GLM5
 from glm5.model.paged import PagedBatch, PagedCache, Run
+from glm5.serve.graphs import Graphs, Outputs
 from glm5.serve.sampler import Sampler, SamplerState
 
 if TYPE_CHECKING:
@@ -41,11 +42,16 @@ class Drafter:
 
     Args:
         cache: must have been made with `draft`.
+
+    Attributes:
+        recorded: of a step's first entries, which follow what the step before accepted, and of those that read a draft;
+            None where nothing is recorded.
     """
 
     def __init__(self, model: GLM5, cache: PagedCache, sampler: Sampler) -> None:
         _ = model.mtp  # raises if there is none
         self.model, self.cache, self.sampler = model, cache, sampler
+        self.recorded: tuple[Graphs | None, Graphs | None] = None, None
         self._places: dict[Sequence, _Place] = {}
 
     def propose(self, items: Seq[Item], states: Seq[SamplerState]) -> list[list[int]]:
@@ -61,18 +67,19 @@ class Drafter:
             runs.append(Run(items[i].pages, place.filled, count))
             ids.append(sequence.ids[place.filled :])
             hidden.append(place.hidden_CD[:count])
-        out_BD = self._entries(runs, ids, hidden)
+        out_BD, logits_BV = self._guess(self.recorded[0], runs, ids, hidden)
         for depth in range(max(item.drafts for item in items)):
             on = [row for row, i in enumerate(at) if items[i].drafts > depth]
-            at, out_BD = [at[row] for row in on], out_BD[on]
-            guesses = self.sampler.draft(self.model.lm_head(out_BD), [states[i] for i in at], [drafts[i] for i in at])
+            at, out_BD, logits_BV = [at[row] for row in on], out_BD[on], logits_BV[on]
+            guesses = self.sampler.draft(logits_BV, [states[i] for i in at], [drafts[i] for i in at])
             for i, guess in zip(at, guesses, strict=True):
                 drafts[i].append(guess)
             rest = [row for row, i in enumerate(at) if items[i].drafts > depth + 1]
             if rest:
                 at, out_BD = [at[row] for row in rest], out_BD[rest]
                 runs = [Run(items[i].pages, items[i].start + 1 + depth, 1) for i in at]
-                out_BD = self._entries(runs, [[drafts[i][-1]] for i in at], list(out_BD[:, None]))
+                last = [[drafts[i][-1]] for i in at]
+                out_BD, logits_BV = self._guess(self.recorded[1], runs, last, list(out_BD[:, None]))
         return drafts
 
     def follow(self, items: Seq[Item], hidden: Seq[Tensor]) -> None:
@@ -115,6 +122,14 @@ class Drafter:
             return self.cache.hidden[:0]
         page = item.pages[item.start // self.cache.size - 1]
         return self.cache.hidden[page : page + 1]
+
+    def _guess(self, recorded: Graphs | None, runs: list[Run], ids: list[list[int]], hidden: list[Tensor]) -> Outputs:
+        """Make entries; the block's output at the last of each run, and its logits."""
+        found = recorded(runs, ids, hidden) if recorded is not None else None
+        if found is not None:
+            return found
+        out_BD = self._entries(runs, ids, hidden)
+        return out_BD, self.model.lm_head(out_BD)
 
     def _entries(self, runs: list[Run], ids: list[list[int]], hidden: list[Tensor]) -> Tensor:
         """Make entries of the MTP block; its output at the last of each run, [runs, D]."""
