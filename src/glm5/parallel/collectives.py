@@ -4,7 +4,7 @@
     summed       sum over group    gradient: identity                  after a product cut by rows
     split_rows   own rows          gradient: all rows, gathered        where ranks share the same rows' work out
     joined_rows  all rows          gradient: own rows                  and where it comes together again
-    exchanged    rows to ranks     gradient: the same way back         experts
+    exchanged    rows to ranks     gradient: the same way back         experts; `Exchange` does it beside other work
 
 In a tensor-parallel group everything outside of these pairs is the same on every rank, gradients included. Source:
 Megatron-LM's f and g (arXiv:1909.08053). Read next: `expert`, `tensor`.
@@ -61,6 +61,48 @@ def exchanged(x: Tensor, received: Sequence[int], sent: Sequence[int], group: Pr
     return out
 
 
+class Exchange:
+    """`exchanged`, beside which other things are computed, in the forward pass and in the backward pass:
+
+    rows = exchange.leaving(rows)             the gradient arrives here
+    exchange.start(rows, received, sent)
+    ...                                       what does not depend on it
+    arrived = exchange.arrived(rows)          the gradient sets out here, beside what stands between
+    """
+
+    def __init__(self, group: ProcessGroup) -> None:
+        self.group = group
+        self._splits: tuple[list[int], list[int]] = ([], [])
+        self._under_way: tuple[Any, Tensor, Tensor] | None = None  # the source is kept until it has left
+
+    def leaving(self, x: Tensor) -> Tensor:
+        """x itself, whose gradient is waited for."""
+        out: Tensor = _Leaving.apply(x, self)
+        return out
+
+    def start(self, x: Tensor, received: Sequence[int], sent: Sequence[int]) -> None:
+        """Send rows as `exchanged` does, and wait for nothing."""
+        self._splits = list(received), list(sent)
+        self._send(x.detach(), *self._splits)
+
+    def arrived(self, x: Tensor) -> Tensor:
+        """What other ranks have sent; x is what was given to `start`."""
+        out: Tensor = _Arrived.apply(x, self)
+        return out
+
+    def _send(self, x: Tensor, received: list[int], sent: list[int]) -> Tensor:
+        source, out = x.contiguous(), x.new_empty(sum(received), *x.shape[1:])
+        work = dist.all_to_all_single(out, source, received, sent, group=self.group, async_op=True)
+        self._under_way = work, source, out
+        return out
+
+    def _wait(self) -> Tensor:
+        assert self._under_way is not None
+        (work, _, out), self._under_way = self._under_way, None
+        work.wait()
+        return out
+
+
 @torch.no_grad()
 def gathered_heads(x_BTHX: Tensor, group: ProcessGroup) -> Tensor:
     """[B, T, all heads, X] from every rank's heads, without gradient."""
@@ -94,6 +136,30 @@ def _sent(x: Tensor, received: list[int], sent: list[int], group: ProcessGroup) 
     out = x.new_empty(sum(received), *x.shape[1:])
     dist.all_to_all_single(out, x.contiguous(), received, sent, group=group)
     return out
+
+
+class _Leaving(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, exchange: Exchange) -> Tensor:
+        ctx.exchange = exchange
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        ctx.exchange._wait()
+        return grad, None
+
+
+class _Arrived(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, exchange: Exchange) -> Tensor:
+        ctx.exchange = exchange
+        return exchange._wait()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        received, sent = ctx.exchange._splits
+        return ctx.exchange._send(grad, sent, received), None
 
 
 class _Copied(torch.autograd.Function):

@@ -22,7 +22,7 @@ from torch.distributed.tensor import DTensor, Shard
 from glm5.kernels.moe import grouped_swiglu, rows_by_pair, sum_by_token
 from glm5.model.glm5 import GLM5
 from glm5.model.moe import Experts, MoE
-from glm5.parallel.collectives import exchanged, joined_rows, split_rows
+from glm5.parallel.collectives import Exchange, exchanged, joined_rows, split_rows
 from glm5.parallel.mesh import World
 
 
@@ -49,8 +49,8 @@ class SpreadExperts(Experts):
     def forward(
         self, x_ND: Tensor, expert_NM: Tensor, weight_NM: Tensor, other: Callable[[], None] | None = None
     ) -> Tensor:
-        """As `Experts.forward`. `other` is called where the host is about to wait for the splits: whatever it gives the
-        device to do, the device does meanwhile."""
+        """As `Experts.forward`. `other` is called while tokens are on their way: what it gives the device to do is done
+        meanwhile, and its backward pass while their gradients are on the way back."""
         tensor = self.world.group("tp")
         if tensor.size() == 1:
             return self._routed(x_ND, expert_NM, weight_NM, other)
@@ -71,14 +71,16 @@ class SpreadExperts(Experts):
         received_Re = torch.empty_like(sent_Re)
         dist.all_to_all_single(received_Re, sent_Re, group=group)
         splits = _ToHost(torch.stack((sent_Re.sum(1), received_Re.sum(1))))
-        if other is not None:
-            other()
         place_NM = torch.empty_like(order)
         place_NM[order] = torch.arange(len(order), device=order.device)
         place_NM = place_NM.view(tokens, chosen)
-        rows = rows_by_pair(x_ND, order, place_NM)
+        exchange = Exchange(group)
+        rows = exchange.leaving(rows_by_pair(x_ND, order, place_NM))  # which the device does while the host waits
         sent, received = splits.value().tolist()
-        arrived = exchanged(rows, received, sent, group)
+        exchange.start(rows, received, sent)
+        if other is not None:
+            other()
+        arrived = exchange.arrived(rows)
         mine = torch.arange(len(gate_up), device=x_ND.device).repeat(group.size())
         expert = mine.repeat_interleave(received_Re.flatten(), output_size=sum(received))
         out = _apart(arrived, expert, gate_up, down)
