@@ -136,8 +136,8 @@ def measurements(options: argparse.Namespace, device: torch.device) -> Iterator[
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--meshes", nargs="+", default=["dp=2", "dp=2,ep=2", "dp=2,shard=1", "tp=2"])
-    parser.add_argument("--rows", type=int, default=4)
-    parser.add_argument("--micro", type=int, default=2)
+    parser.add_argument("--rows", type=int, default=16, help="on each data rank")
+    parser.add_argument("--micro", type=int, default=8, help="rows of a micro-batch")
     parser.add_argument("--length", type=int, default=4096)
     parser.add_argument("--prefetch", type=int, nargs="+", default=[1, 0, 2])
     parser.add_argument("--check", action=argparse.BooleanOptionalAction, default=True)
