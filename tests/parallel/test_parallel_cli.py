@@ -5,7 +5,10 @@ from __future__ import annotations
 import json
 import os
 import re
+import resource
+import shutil
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -14,6 +17,7 @@ from typing import Any
 
 import pytest
 
+import glm5
 from glm5.cli.main import main
 from glm5.utils.runlog import read_metrics
 
@@ -24,20 +28,32 @@ OPTIONS = (
 ).split()
 
 
-def start(directory: Path, *options: str) -> subprocess.Popen[str]:
+def command(directory: Path, *options: str) -> list[str]:
     corpus = directory / "corpus"
     corpus.mkdir(exist_ok=True)
     for i in range(12):
         (corpus / f"{i}.md").write_text(f"# Page {i}\n\n" + " ".join(f"word{(i * j) % 97}" for j in range(200)))
-    command = [sys.executable, "-m", "glm5.cli.main", "pretrain", "--corpus", str(corpus), *OPTIONS, *options]
+    where = ["--corpus", str(corpus), "--run", str(directory / "run")]
+    return ["-m", "glm5.cli.main", "pretrain", *where, *OPTIONS, *options]
+
+
+def run(arguments: list[str], **environment: str) -> subprocess.Popen[str]:
     return subprocess.Popen(
-        [*command, "--run", str(directory / "run")],
+        [sys.executable, *arguments],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        env={**os.environ, "OMP_NUM_THREADS": "1", **environment},
         start_new_session=True,
     )
+
+
+def start(directory: Path, *options: str) -> subprocess.Popen[str]:
+    return run(command(directory, *options))
+
+
+def errors(text: str) -> list[str]:
+    return [line for line in text.splitlines() if line.startswith("error: ")]
 
 
 def finished(process: subprocess.Popen[str]) -> tuple[int, str, str]:
@@ -109,6 +125,67 @@ def test_ctrl_c_saves_and_ends(tmp_path: Path) -> None:
     assert "Traceback" not in err
     done = len(read_metrics(tmp_path / "run"))
     assert (tmp_path / "run" / "checkpoints" / f"step-{done:08d}").exists()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("processes", "mesh", "said"),
+    [
+        (3, [], "error: train.batch.initial=4: must be a multiple of dp=3, over which rows are dealt"),
+        (2, ["--mesh", "dp=2,tp=2"], "error: mesh='dp=2,tp=2': pp=1 x dp=2 x cp=1 x tp=2 needs 4 processes"),
+    ],
+)
+def test_torchrun_with_other_processes_than_it_takes(
+    processes: int, mesh: list[str], said: str, tmp_path: Path
+) -> None:
+    """Said once, by the first rank, though all find it and torchrun ends all with the first that ends."""
+    launch = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(processes), "--"]
+    code, _, err = finished(run([*launch, *command(tmp_path, "--train.steps", "4", *mesh)]))
+    assert code != 0
+    assert [line.startswith(said) for line in errors(err)] == [True], err
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.slow
+def test_a_rank_without_memory_and_a_killed_one_are_named(tmp_path: Path) -> None:
+    options = ("--mesh", "dp=2", "--train.steps", "4000", "--train.save-every", "10")
+    for fault, said in (("full", "error: rank 1"), ("killed", "error: rank 1 was ended by signal 9")):
+        process = start(tmp_path, *options)
+        await_step(tmp_path, 8 if fault == "full" else len(read_metrics(tmp_path / "run")) + 8)
+        victim = process_of_rank(process.pid, 1)
+        if fault == "killed":
+            os.kill(victim, signal.SIGKILL)
+        else:  # nothing more can be had: whatever asks first fails
+            used = re.search(r"VmSize:\s+(\d+)", Path(f"/proc/{victim}/status").read_text())
+            assert used is not None
+            resource.prlimit(victim, resource.RLIMIT_AS, (int(used[1]) * 1024, resource.RLIM_INFINITY))
+        code, _, err = finished(process)
+        assert code != 0
+        assert errors(err)[0].startswith(said), err
+        assert len(errors(err)) == 1, err
+
+
+def test_other_code_on_a_rank_is_refused(tmp_path: Path) -> None:
+    shutil.copytree(Path(glm5.__file__).parent, tmp_path / "other" / "glm5", ignore=shutil.ignore_patterns("_*__"))
+    with (tmp_path / "other" / "glm5" / "train" / "losses.py").open("a") as f:
+        f.write("# another line\n")
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        port = s.getsockname()[1]
+    own, other = str(Path(glm5.__file__).parents[1]), str(tmp_path / "other")
+    places = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    ask = command(tmp_path, "--mesh", "dp=2", "--train.steps", "4")
+    ranks = [run(ask, **places, RANK=str(i), PYTHONPATH=p) for i, p in enumerate((own, other))]
+    try:
+        code, _, err = finished(ranks[0])
+        assert code == 2
+        assert errors(err)[0].startswith("error: rank 1 differs in the package's code: "), err
+        assert "Start all ranks with one command, from the same files" in err
+    finally:
+        for process in ranks:
+            process.kill()
+            process.communicate()
+    assert not (tmp_path / "run" / "checkpoints").exists()
 
 
 @pytest.mark.parametrize(
