@@ -21,6 +21,7 @@ import statistics
 import tempfile
 import time
 import zlib
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -124,7 +125,7 @@ def config(model: Path, run: Path, args: argparse.Namespace, seed: int) -> Agent
             lr=LearningRate(args.lr, args.lr / 10, warmup_steps=2),
             row_tokens=1024,
             micro_batch=2,
-            save_every=1_000,
+            save_every=10,
             seed=seed,
         ),
         device="cpu",
@@ -148,10 +149,10 @@ def varied(given: AgentConfig, variant: str) -> AgentConfig:
     return given
 
 
-def one_seed(seed: int, directory: Path, args: argparse.Namespace) -> dict[str, Any]:
+def one_seed(seed: int, directory: Path, args: argparse.Namespace, table: dict[str, Any]) -> Iterator[None]:
+    """Fill the seed's table, by variant; gives way after each."""
     directory.mkdir(parents=True, exist_ok=True)
     model = base(directory, args, seed)
-    table: dict[str, Any] = {}
     for variant in args.variant:
         began = time.time()
         given = varied(config(model, directory / variant, args, seed), variant)
@@ -161,6 +162,7 @@ def one_seed(seed: int, directory: Path, args: argparse.Namespace) -> dict[str, 
             "before": found.held_out["before"]["cards"],
             "after": found.held_out["after"]["cards"],
             "curve": {r["step"]: r["held_out/cards"] for r in records if "held_out/cards" in r},
+            "rewards": [r["rewards/cards"] for r in records if "rewards/cards" in r],
             "states": found.states,
             "seconds": time.time() - began,
             **{name: statistics.fmean([r[name] for r in records if name in r])
@@ -168,7 +170,7 @@ def one_seed(seed: int, directory: Path, args: argparse.Namespace) -> dict[str, 
                             "train_rollout_logprob_abs_diff")},
         }  # fmt: skip
         print(f"seed {seed}  {variant:<12} {json.dumps(table[variant])}", flush=True)
-    return table
+        yield
 
 
 def main() -> None:
@@ -178,8 +180,7 @@ def main() -> None:
     for name, default in (
         ("sft-steps", 62), ("rl-steps", 40), ("scripts", 400), ("vocab", 300), ("hidden", 128), ("layers", 2),
         ("experts", 4), ("seq-len", 128), ("group", 8), ("groups", 8), ("updates", 1), ("staleness", 3),
-        ("concurrency", 64), ("drafts", 0), ("held-out", 100), ("eval-every", 10),
-        ("highest", 10),
+        ("concurrency", 64), ("drafts", 0), ("held-out", 100), ("eval-every", 10), ("highest", 10),
     ):  # fmt: skip
         parser.add_argument(f"--{name}", type=int, default=default)
     parser.add_argument("--cards", default="abc", help="a letter each")
@@ -189,10 +190,13 @@ def main() -> None:
     parser.add_argument("--json", help="write the figures here")
     args = parser.parse_args()
     torch.set_num_threads(1)
-    found = []
+    found: list[dict[str, Any]] = []
     for seed in map(int, args.seeds.split(",")):
+        found.append({})
         with tempfile.TemporaryDirectory() as scratch:
-            found.append(one_seed(seed, Path(args.out or scratch) / f"seed-{seed}", args))
+            for _ in one_seed(seed, Path(args.out or scratch) / f"seed-{seed}", args, found[-1]):
+                if args.json:
+                    Path(args.json).write_text(json.dumps({"arguments": vars(args), "seeds": found}, indent=1))
     print(f"\n{'variant':<14}{'before':>18}{'after':>18}")
     for variant in found[0]:
         cells = []
@@ -201,8 +205,6 @@ def main() -> None:
             spread = statistics.stdev(values) if len(values) > 1 else 0.0
             cells.append(f"{statistics.mean(values):.3f} ± {spread:.3f}")
         print(f"{variant:<14}" + "".join(f"{cell:>18}" for cell in cells))
-    if args.json:
-        Path(args.json).write_text(json.dumps({"arguments": vars(args), "seeds": found}, indent=1))
 
 
 if __name__ == "__main__":
