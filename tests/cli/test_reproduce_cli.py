@@ -52,6 +52,7 @@ def run(*argv: str, capsys: pytest.CaptureFixture[str]) -> tuple[int, str, str]:
         (["table1", "--seeds", "0"], "seeds=0"),
         (["table1", "--steps", "0"], "steps=0"),
         (["table1", "--threads", "0"], "threads=0"),
+        (["table1", "--processes", "0"], "processes=0"),
         (["table3"], "table3"),
         (["table1", "--size", "huge"], "huge"),
         ([], "table1"),
@@ -113,6 +114,17 @@ def test_a_comparison_from_files_to_a_page(corpus: Path, tmp_path: Path, capsys:
     assert err.count("done before") == 8
     for part in ("Table 6", "71.35", "Warm-up alone loses", "95% interval"):
         assert part in out
+
+    two = [*argv, "--run", str(tmp_path / "two"), "--processes", "2"]
+    two.remove(str(directory))
+    two.remove("--run")
+    status, out, err = run(*two, "--json", capsys=capsys)  # whoever trains them, each cell is trained once
+    assert status == 0, err
+    assert [json.loads(out)[part] for part in ("rows", "verdicts")] == [result[part] for part in ("rows", "verdicts")]
+    cells = [
+        line for line in (err + (tmp_path / "two" / "process-1.log").read_text()).splitlines() if "cell   " in line
+    ]
+    assert sum("done before" not in line for line in cells) == 8
 
     status, _, err = run(*argv, "--steps", "5", capsys=capsys)
     assert status == 2

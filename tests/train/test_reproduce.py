@@ -148,7 +148,7 @@ def test_the_margin_lies_between_the_reports_gap_and_its_match() -> None:
 
 
 # --------------------------------------------------------------------------- sizes
-@pytest.mark.parametrize("size", ["tiny", "nano", "mini"])
+@pytest.mark.parametrize("size", ["tiny", "nano", "small", "mini"])
 @pytest.mark.parametrize("table", TABLES)
 def test_every_table_has_every_size(table: Any, size: Any) -> None:
     chosen = settings(table, size)

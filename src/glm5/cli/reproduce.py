@@ -8,6 +8,8 @@ more seeds can be added to one. Read next: `glm5.train.reproduce.verdict` for th
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -39,7 +41,8 @@ class ReproduceOptions:
     table: Annotated[tyro.conf.Positional[Table], tyro.conf.arg(metavar="{table1,table2,table6}")]
     """Which of the report's tables."""
     size: Size = "nano"
-    """tiny: a minute, to see that it works. nano: up to an hour on a CPU. mini: about 1B parameters, for a GPU."""
+    """tiny: a minute, to see that it works. nano: up to an hour on a CPU. small: tens of millions of parameters, for
+    minutes of a GPU. mini: about 1B parameters, for a GPU."""
     seeds: int | None = None
     """How many seeds, counted from 0; by default 3 (tiny: 2). More seeds can be added to a finished run."""
     steps: int | None = None
@@ -52,6 +55,9 @@ class ReproduceOptions:
     """auto (a GPU if there is one), cpu, cuda or cuda:N."""
     threads: int = 1
     """CPU threads. With 1 the figures do not depend on the number of cores, and several tables can run side by side."""
+    processes: int = 1
+    """Cells at a time, each in a process of its own: a small model does not fill a GPU alone. Where there are several
+    GPUs and none is named, the processes are dealt out to them."""
     keep: bool = False
     """Leave the checkpoints of finished cells."""
     json: bool = False
@@ -74,8 +80,9 @@ def reproduce(options: ReproduceOptions, console: Console) -> dict[str, Any]:
         ConfigError: an option is out of range, there is no such device, or the directory holds a run of other settings.
     """
     chosen, seeds = _settings(options), tuple(range(_seeds(options)))
-    if options.threads < 1:
-        raise ConfigError("threads", options.threads, "must be at least 1")
+    for name in ("threads", "processes"):
+        if getattr(options, name) < 1:
+            raise ConfigError(name, getattr(options, name), "must be at least 1")
     directory = options.run or Path("runs") / "reproduce" / f"{options.table}-{options.size}"
 
     import torch
@@ -100,8 +107,14 @@ def reproduce(options: ReproduceOptions, console: Console) -> dict[str, Any]:
         note=lambda line: say(f"cell      {line}"),
         keep=options.keep,
     )
+    others = [_another(options, directory, i) for i in range(1, options.processes)]
     compare = {"table1": table1.compare, "table2": table2.compare, "table6": table6.compare}[options.table]
-    comparison = compare(lab, seeds)
+    try:
+        comparison = compare(lab, seeds)
+    finally:
+        for process in others:
+            process.terminate()  # which has nothing left to do, or is to stop with this one
+            process.wait()
     result = {
         "table": options.table,
         "size": options.size,
@@ -118,6 +131,28 @@ def reproduce(options: ReproduceOptions, console: Console) -> dict[str, Any]:
         print_comparison(comparison)
     say(f"done      in {format_seconds(time.perf_counter() - began)}: {directory / PAGE} and {RESULT}")
     return result
+
+
+def _another(options: ReproduceOptions, directory: Path, number: int) -> subprocess.Popen[bytes]:
+    """The same command in another process, which takes cells of the same directory; what it says goes into a file."""
+    import torch
+
+    device = options.device
+    if device == "auto" and torch.cuda.is_available():
+        device = f"cuda:{number % torch.cuda.device_count()}"
+    given = {
+        "--size": options.size,
+        "--seeds": _seeds(options),
+        "--steps": options.steps,
+        "--corpus": options.corpus,
+        "--run": directory,
+        "--device": device,
+        "--threads": options.threads,
+    }
+    words = [str(word) for pair in given.items() if pair[1] is not None for word in pair]
+    command = [sys.executable, "-m", "glm5.cli.main", "reproduce", options.table, *words, *(["--keep"] * options.keep)]
+    with open(directory / f"process-{number}.log", "wb") as log:
+        return subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=log, stderr=log)
 
 
 def prepare_text(

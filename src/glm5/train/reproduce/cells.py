@@ -2,13 +2,17 @@
 
 A cell is a variant with a seed. Its directory holds the run's own record (see `glm5.utils.runlog`) and, once it is
 measured, `result.json`; a cell whose result is there is neither trained nor measured again. Weights are removed when
-no later cell begins with them. Read next: `table1`.
+no later cell begins with them. Several processes may run one comparison: each takes cells that no other is at. Read
+next: `table1`.
 """
 
 from __future__ import annotations
 
+import os
 import shutil
-from collections.abc import Callable, Mapping, Sequence
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -21,10 +25,12 @@ from glm5.train.loop import Trainer
 from glm5.train.reproduce.settings import Settings
 from glm5.train.schedule import BatchWarmup
 from glm5.utils.config_io import to_dict
-from glm5.utils.files import file_errors, read_json, write_json
+from glm5.utils.errors import FileError
+from glm5.utils.files import exclusive, file_errors, make_directory, read_json, write_json
 from glm5.utils.runlog import read_metrics, refuse_changes
 
 RESULT = "result.json"
+POLL_S = 0.5
 Measured = dict[str, Any]
 
 
@@ -143,22 +149,53 @@ class Lab:
         Raises:
             ConfigError: a cell's directory holds a run with other settings, or on another corpus.
         """
+        make_directory(self.directory)
         found: dict[tuple[str, int], Measured] = {}
-        for i, cell in enumerate(cells):
-            where = f"{i + 1} of {len(cells)}  {cell.variant}, seed {cell.seed}"
-            recorded = self._recorded(cell)
-            self.note(where if recorded is None else f"{where}: done before")
-            if recorded is None:
-                model = self._train(cell, watch).model
-                model.requires_grad_(False).eval()
-                recorded = measure(cell, model)
-                write_json(self.directory / cell.name / RESULT, {"cell": to_dict(cell), "measured": recorded})
-            found[cell.variant, cell.seed] = recorded
-            needed = {ancestor.name for later in cells[i + 1 :] for ancestor in later.ancestors}
-            for done in cells[: i + 1]:
-                if done.name not in needed:
-                    self._drop_weights(done)
+        left = list(cells)
+        while left:
+            before = len(left)
+            for cell in list(left):
+                if all(self._recorded(ancestor) is not None for ancestor in cell.ancestors):
+                    with self._alone(cell) as ours:
+                        if ours:
+                            where = f"{cells.index(cell) + 1} of {len(cells)}  {cell.variant}, seed {cell.seed}"
+                            found[cell.variant, cell.seed] = self._result(cell, where, measure, watch)
+                            left.remove(cell)
+                            self._drop_weights(cells)
+            if len(left) == before:
+                time.sleep(POLL_S)  # other processes are at all of them
         return found
+
+    def _result(
+        self,
+        cell: Cell,
+        where: str,
+        measure: Callable[[Cell, GLM5], Measured],
+        watch: Callable[[Cell], Callable[[Trainer], None]] | None,
+    ) -> Measured:
+        """What is recorded of a cell, or is measured now."""
+        recorded = self._recorded(cell)
+        self.note(where if recorded is None else f"{where}: done before")
+        if recorded is None:
+            model = self._train(cell, watch).model
+            model.requires_grad_(False).eval()
+            recorded = measure(cell, model)
+            write_json(self.directory / cell.name / RESULT, {"cell": to_dict(cell), "measured": recorded})
+        return recorded
+
+    @contextmanager
+    def _alone(self, cell: Cell) -> Iterator[bool]:
+        """Hold a cell; False where another process holds it."""
+        path = self.directory / f".{cell.name}.lock"
+        with ExitStack() as held:
+            try:
+                held.enter_context(exclusive(path, patience_s=0.0))
+            except FileError:
+                if not os.access(path, os.W_OK):
+                    raise
+                yield False
+                return
+            yield True
 
     def _train(self, cell: Cell, watch: Callable[[Cell], Callable[[Trainer], None]] | None) -> Trainer:
         """The cell's trainer after its last step, from the cell's newest checkpoint if there is one."""
@@ -185,11 +222,17 @@ class Lab:
         refuse_changes(record["cell"], to_dict(cell))
         return record["measured"]
 
-    def _drop_weights(self, cell: Cell) -> None:
-        checkpoints = self.directory / cell.name / "checkpoints"
-        if not self.keep and checkpoints.exists():
-            with file_errors(checkpoints, "remove"):
-                shutil.rmtree(checkpoints)
+    def _drop_weights(self, cells: Sequence[Cell]) -> None:
+        """Remove those of measured cells with which no cell begins that is yet to be measured."""
+        if self.keep:
+            return
+        needed = {a.name for cell in cells if self._recorded(cell) is None for a in cell.ancestors}
+        with exclusive(self.directory / ".weights.lock", patience_s=600.0):
+            for cell in cells:
+                checkpoints = self.directory / cell.name / "checkpoints"
+                if cell.name not in needed and self._recorded(cell) is not None and checkpoints.exists():
+                    with file_errors(checkpoints, "remove"):
+                        shutil.rmtree(checkpoints)
 
 
 def by_seed(

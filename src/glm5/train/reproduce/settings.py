@@ -1,4 +1,4 @@
-"""How large each comparison is: `tiny` for tests, `nano` for a CPU and an hour, `mini` for a GPU.
+"""How large each comparison is: `tiny` for tests, `nano` for a CPU and an hour, `small` and `mini` for a GPU.
 
 A table at a size is one frozen `Settings`, which every cell keeps in its configuration. The seeds are not part of it:
 more of them can be added to what is there. Needs no torch. Read next: `cells`.
@@ -7,7 +7,7 @@ more of them can be added to what is there. Needs no torch. Read next: `cells`.
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
-from typing import Literal
+from typing import Any, Literal
 
 from glm5.model.config import ModelConfig
 from glm5.model.presets import mini, nano
@@ -15,7 +15,7 @@ from glm5.train.schedule import LearningRate
 from glm5.utils.errors import ConfigError
 
 Table = Literal["table1", "table2", "table6"]
-Size = Literal["tiny", "nano", "mini"]
+Size = Literal["tiny", "nano", "small", "mini"]
 
 
 @dataclass(frozen=True)
@@ -66,7 +66,7 @@ class Settings:
 
 def settings(table: Table, size: Size) -> Settings:
     """The comparison `table` at `size`."""
-    made = {"tiny": _tiny, "nano": _nano, "mini": _mini}[size](table)
+    made = {"tiny": _tiny, "nano": _nano, "small": _small, "mini": _mini}[size](table)
     # Only Table 2 is about MTP; the others spend its time on more tokens.
     return made if table == "table2" else replace(made, model=made.model.replace(num_nextn_predict_layers=0))
 
@@ -110,6 +110,33 @@ def _nano(table: Table) -> Settings:
     # Top-k a thirty-second of the context, near the report's 2,048 of 128K.
     model = nano(index_topk=32)
     return replace(base, model=model, seq_len=1024, steps=320, held_out_rows=64, warmup_steps=50, adapt_steps=60)
+
+
+def _small(table: Table) -> Settings:
+    """Tens of millions of parameters on a few million tokens: a few cells at a time fill one large GPU, for minutes.
+
+    Sixteen heads, so that GQA-8 has its eight groups.
+    """
+    shape: dict[str, Any] = dict(
+        vocab_size=8192, hidden_size=512, num_hidden_layers=6, num_attention_heads=16, num_key_value_heads=16,
+        q_lora_rank=256, kv_lora_rank=128, intermediate_size=1024, moe_intermediate_size=256, n_routed_experts=32,
+        num_experts_per_tok=4, dtype="bfloat16",
+    )  # fmt: skip
+    base = Settings(
+        nano(**shape),
+        seq_len=1024,
+        steps=200,
+        rows=16,
+        micro_batch=16,
+        lr=LearningRate(0.01, 0.0005, warmup_steps=20),
+        held_out_rows=96,
+    )
+    if table == "table1":
+        return base
+    if table == "table2":
+        return replace(base, prompts=16, new_tokens=64)
+    model = nano(**shape, index_topk=64)
+    return replace(base, model=model, seq_len=2048, rows=8, micro_batch=8, warmup_steps=40, adapt_steps=50)
 
 
 def _mini(table: Table) -> Settings:
