@@ -72,6 +72,12 @@ class Observed:
     def lost_variables(self) -> bool:
         return self.ending != "returned"
 
+    @property
+    def shown(self) -> str:
+        """What a model sees: the output, and what became of its variables."""
+        lost = f"[ended: {self.ending}; variables are lost]" if self.lost_variables else ""
+        return "\n".join(part for part in (self.text.rstrip("\n"), lost) if part) or "[no output]"
+
 
 class PythonSession:
     """The interpreter; a context manager. One call at a time.

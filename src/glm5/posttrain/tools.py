@@ -15,7 +15,6 @@ from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field, replace
 
 from glm5.agents.sandbox import SandboxError, require
-from glm5.agents.services.maths import see
 from glm5.agents.services.tools import Tool
 from glm5.agents.session import LIMITS, PythonSession
 from glm5.text.events import ParsedCall
@@ -56,7 +55,7 @@ class PythonTool:
     def _tool(self, session: PythonSession | None) -> Tool:
         def run(code: str) -> str:
             assert session is not None
-            return see(session, code)
+            return session.call(code).shown
 
         return Tool("python", DESCRIPTION, CODE, run)
 

@@ -72,7 +72,7 @@ class PythonToolService(TaskService):
         messages = [{"role": "system", "content": SYSTEM}, {"role": "user", "content": problem.prompt}]
         with PythonSession(self.limits) as session:
             tool = Tool(
-                "python", "Run Python code.", {"code": ("string", "what to run")}, lambda code: see(session, code)
+                "python", "Run Python code.", {"code": ("string", "what to run")}, lambda code: session.call(code).shown
             )
             went = talk(asked, policy, messages, [tool], self.turns, self.sampling)
         if went.text is None:
@@ -81,10 +81,3 @@ class PythonToolService(TaskService):
         if reward is None:
             return Result(Outcome.VERIFIER_NO_VERDICT, detail=detail, metrics=went.metrics)
         return judged(reward, detail, **went.metrics)
-
-
-def see(session: PythonSession, code: str) -> str:
-    """What a model sees of a call: the output, and what became of its variables."""
-    observed = session.call(code)
-    lost = f"[ended: {observed.ending}; variables are lost]" if observed.lost_variables else ""
-    return "\n".join(part for part in (observed.text.rstrip("\n"), lost) if part) or "[no output]"

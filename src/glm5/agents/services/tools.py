@@ -11,10 +11,11 @@ import json
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from glm5.agents.protocol import Rollout
-from glm5.agents.service import Policy
+if TYPE_CHECKING:
+    from glm5.agents.protocol import Rollout
+    from glm5.agents.service import Policy
 
 _KINDS: dict[str, type] = {"string": str, "integer": int}
 
