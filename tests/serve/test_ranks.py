@@ -388,6 +388,8 @@ def _recorded(world: World, checkpoints: list[str]) -> Any:
             assert engine.info()["pages"] == WAYS[name].pages  # the spare one is not given out
             found[name] = answers(engine, prompts()[some], crowd=name == "preempted")
             found[f"{name}, recorded"] = engine.info()["recorded_steps"]
+            drafter = engine.executor.drafter
+            found[f"{name}, drafts"] = [g.replayed if g is not None else 0 for g in drafter.recorded] if drafter else []
         engine.release_memory(("kv_cache", "cuda_graph"))
         engine.resume_memory(("kv_cache", "cuda_graph"))
         found["resumed"] = answers(engine, prompts()[some])
@@ -408,6 +410,7 @@ def test_recorded_steps_on_every_rank(mesh: str, checkpoints: list[str], expecte
         for name in ("plain", "drafts", "preempted"):
             same(found[name], expected[name][mine])
             assert (found[f"{name}, recorded"] > 3) == ("ep" not in mesh)
+            assert all((steps > 3) == ("ep" not in mesh) for steps in found[f"{name}, drafts"])
         same(found["resumed"], expected["preempted"][mine])
     if "dp" not in mesh:
         assert all(map(torch.equal, results[0][1], results[1][1]))  # the same pages on both, the spare one included

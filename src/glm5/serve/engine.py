@@ -75,7 +75,7 @@ class Ranks(Protocol):
 
     weights: WeightSource
     pages: Callable[..., PagedCache]
-    graphs: Callable[..., Graphs | None] | None
+    graphs: Callable[..., Graphs] | None
     sizes: Mapping[str, int]
 
 

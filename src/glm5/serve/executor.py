@@ -96,7 +96,7 @@ class Executor:
         context: int,
         page_size: int,
         new_pages: Callable[..., PagedCache] = PagedCache,
-        new_graphs: Callable[..., Graphs | None] | None = Graphs,
+        new_graphs: Callable[..., Graphs] | None = Graphs,
     ) -> None:
         if config.drafts and not model.config.num_nextn_predict_layers:
             raise ConfigError("drafts", config.drafts, "this model has no MTP block to make them")

@@ -9,7 +9,7 @@ tokens, which the host has to know: nothing is recorded there. Read first: `grap
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -33,6 +33,9 @@ class _Part:
     def hidden(self, ids_1N: Tensor, *, cache: PagedBatch) -> Tensor:
         return GLM5.hidden(self._member.model, ids_1N, cache=cache)
 
+    def draft_hidden(self, read_1ND: Tensor, ids_1N: Tensor, cache: PagedBatch) -> Tensor:
+        return GLM5.draft_hidden(self._member.model, read_1ND, ids_1N, cache)
+
     def lm_head(self, hidden_ND: Tensor) -> Tensor:
         """Logits [N, V], on every rank: a recording has no place for what differs between them."""
         part, group = self._member.share.head(self._member.model, hidden_ND), self._member.tensor
@@ -43,38 +46,49 @@ class _Part:
         return parts.transpose(0, 1).flatten(1)
 
 
-def graphs_of(member: Member, **limits: Any) -> Graphs:
-    """A rank's own recordings. limits: as `Graphs` takes them."""
-    record = recorder_for(member.model.device)
-    if record is None:
-        raise AssertionError("the leader asks for recordings where there can be none")
-    if member.cache is None:
-        raise AssertionError("pages are made first")
-    part: Any = _Part(member)
-    return Graphs(part, member.cache, record=record, **limits)
+class Recordings:
+    """A rank's own recordings, by number: what is called in the same order on all ranks."""
+
+    def __init__(self) -> None:
+        self._made: list[Graphs] = []
+
+    def add(self, member: Member, limits: Mapping[str, Any]) -> int:
+        """One more; its number. limits: as `Graphs` takes them."""
+        record = recorder_for(member.model.device)
+        if record is None or member.cache is None:
+            raise AssertionError("the leader records where there is a GPU, and makes pages first")
+        part: Any = _Part(member)
+        self._made.append(Graphs(part, member.cache, record=record, **limits))
+        return len(self._made) - 1
+
+    def __getitem__(self, number: int) -> Graphs:
+        return self._made[number]
+
+    def forget(self, number: int) -> None:
+        """Give the memory of one back."""
+        self._made[number].forget()
 
 
 class LedGraphs(Graphs):
     """The recordings of all ranks of a leader's group, as `Graphs` of one."""
 
     def __init__(self, leader: Leader, **limits: Any) -> None:
-        self._leader = leader
-        leader.do("record", limits)
+        self._leader, self._number = leader, leader.do("record", limits)
 
     def __call__(
         self, runs: Sequence[Run], ids: Sequence[Sequence[int]], hidden: Sequence[Tensor] = ()
     ) -> Outputs | None:
-        out: Outputs | None = self._leader.do("recorded", tuple(runs), [list(of_one) for of_one in ids])
+        sent = torch.cat(list(hidden)) if hidden else None
+        said = tuple(runs), [list(of_one) for of_one in ids]
+        out: Outputs | None = self._leader.do("recorded", self._number, *said, sent is not None, sent=sent)
         return out
 
-    @torch.inference_mode()
     def warm(self) -> None:
-        self._leader.do("warm")
+        self._leader.do("warm", self._number)
 
     def forget(self) -> None:
-        self._leader.do("forget_recorded")
+        self._leader.do("forget_recorded", self._number)
 
     @property
     def replayed(self) -> int:  # type: ignore[override]
-        graphs = self._leader.member.graphs
-        return 0 if graphs is None else graphs.replayed
+        return self._leader.member.recordings[self._number].replayed

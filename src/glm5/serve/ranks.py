@@ -39,7 +39,7 @@ from glm5.serve import invariant
 from glm5.serve.client import WeightUpdate
 from glm5.serve.graphs import Graphs, Outputs
 from glm5.serve.lockstep import Kind, Lockstep
-from glm5.serve.rank_graphs import LedGraphs, graphs_of
+from glm5.serve.rank_graphs import LedGraphs, Recordings
 from glm5.serve.split import SplitBatch
 from glm5.serve.weights import WeightSource
 from glm5.utils.errors import CheckpointError, UserError
@@ -78,7 +78,7 @@ class Member:
         self.peers = _own_group(parts, world, timedelta(seconds=LOAD_SECONDS))
         self.everyone = self.tensor if mesh.cp == 1 else _own_group(engines, world, None)
         self.cache: PagedCache | None = None
-        self.graphs: Graphs | None = None
+        self.recordings = Recordings()
         self._store = WeightSource(model)
         if model.device.type == "cuda":
             model.lay_out()
@@ -142,23 +142,36 @@ class Member:
         """See `PagedCache.resume`."""
         PagedCache.resume(self._cache)
 
-    def record(self, limits: Mapping[str, Any]) -> None:
-        """Begin to record steps."""
-        self.graphs = graphs_of(self, **limits)
+    def record(self, limits: Mapping[str, Any]) -> int:
+        """Begin to record steps of one kind; its number."""
+        return self.recordings.add(self, limits)
 
     @torch.inference_mode()
-    def warm(self) -> None:
+    def warm(self, number: int) -> None:
         """See `Graphs.warm`."""
-        self._recorded.warm()
+        self.recordings[number].warm()
 
     @torch.inference_mode()
-    def recorded(self, runs: Sequence[Run], ids: Sequence[Sequence[int]]) -> Outputs | None:
-        """A decode step from this rank's recording; None if it has to be run plainly, on all ranks."""
-        return self._recorded(runs, ids)
+    def recorded(
+        self,
+        number: int,
+        runs: Sequence[Run],
+        ids: Sequence[Sequence[int]],
+        reads: bool = False,
+        sent: Tensor | None = None,
+    ) -> Outputs | None:
+        """A step from this rank's recording; None if it has to be run plainly, on all ranks. reads: the hidden states
+        of all rows, too, which the leader sends."""
+        hidden: Sequence[Tensor] = ()
+        if reads:
+            counts = [run.count for run in runs]
+            shape = sum(counts), self.model.config.hidden_size
+            hidden = self._sent(sent, shape, self.model.dtype).split(counts)
+        return self.recordings[number](runs, ids, hidden)
 
-    def forget_recorded(self) -> None:
+    def forget_recorded(self, number: int) -> None:
         """Give the memory of recordings back."""
-        self.graphs = None
+        self.recordings.forget(number)
         if self.model.device.type == "cuda":
             torch.cuda.empty_cache()
 
@@ -277,11 +290,6 @@ class Member:
         assert self.cache is not None, "the engine makes pages first"
         return self.cache
 
-    @property
-    def _recorded(self) -> Graphs:
-        assert self.graphs is not None, "the engine begins to record first"
-        return self.graphs
-
     def _sent(self, given: Tensor | None, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         """The leader's tensor, on every rank of the engine."""
         if self.everyone.size() == 1:
@@ -330,7 +338,7 @@ class Leader:
         self.weights: WeightSource = LedWeights(self)
         self.pages: Callable[..., PagedCache] = self._make_pages
         # Exchanges of spread experts have sizes that the host must know: such steps cannot be recorded.
-        self.graphs: Callable[..., Graphs | None] | None = self._make_graphs if share.ep == 1 else None
+        self.graphs: Callable[..., Graphs] | None = self._make_graphs if share.ep == 1 else None
         mesh = member.share.world.mesh
         self.sizes: Mapping[str, int] = {"tp": mesh.tp, "cp": mesh.cp, "dp": mesh.dp, "ep": mesh.ep}
 
@@ -360,11 +368,9 @@ class Leader:
         cache.leader = self  # type: ignore[attr-defined]
         return cache
 
-    def _make_graphs(
-        self, model: GLM5, cache: PagedCache, *, record: Any, draft: bool = False, **limits: Any
-    ) -> Graphs | None:
-        """As `Graphs`, of every rank's own part; of the trunk alone."""
-        return None if draft else LedGraphs(self, **limits)
+    def _make_graphs(self, model: GLM5, cache: PagedCache, *, record: Any, **limits: Any) -> Graphs:
+        """As `Graphs`, of every rank's own part."""
+        return LedGraphs(self, **limits)
 
     def close(self) -> None:
         """Let the followers go. Where experts are spread, this returns when all leaders close."""

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
+from dataclasses import asdict
 from functools import partial
 from itertools import groupby, pairwise
 from typing import Any
@@ -126,17 +127,25 @@ class HttpEngine:
         return True
 
     async def update_weights(self, update: WeightUpdate) -> None:
-        if update.source != "disk":
-            raise UserError(f"weights by {update.source} through the gateway", "Send them to the engine itself")
-        body = {"model_path": update.path, "flush_cache": update.flush_cache, "weight_version": update.weight_version}
-        await self._call("/update_weights_from_disk", body)
+        """From disk, or over a group that the engine has joined. Raises Unavailable if nothing came over that."""
+        body: dict[str, Any] = {"flush_cache": update.flush_cache, "weight_version": update.weight_version}
+        if update.source == "disk":
+            await self._call("/update_weights_from_disk", {**body, "model_path": update.path})
+        elif update.source == "distributed":
+            sent = {name: getattr(update, name) for name in ("names", "dtypes", "shapes", "group_name")}
+            try:
+                await self._call("/update_weights_from_distributed", {**body, **sent})
+            except UserError as error:
+                raise Unavailable(str(error)) from None
+        else:
+            raise UserError("weights in a request through the gateway", "Send them to the engine itself")
         await self._hear_version()
 
     async def join_group(self, group: WeightGroup) -> None:
-        raise UserError("a group for weights through the gateway", "Ask the engine itself")
+        await self._call("/init_weights_update_group", asdict(group))
 
     async def leave_group(self, group_name: str) -> None:
-        raise UserError("a group for weights through the gateway", "Ask the engine itself")
+        await self._call("/destroy_weights_update_group", {"group_name": group_name})
 
     async def checksum(self) -> dict[str, str]:
         found: dict[str, str] = (await self._call("/weights_checker", {"action": "checksum"}))["checksums"]
