@@ -12,7 +12,10 @@ import torch
 from rich.console import Console
 
 from glm5.cli import demo
+from glm5.cli.demo_answers import write_tasks
 from glm5.model.presets import nano
+from glm5.posttrain.prompts import read_prompts
+from glm5.posttrain.reason import Reasoner
 from glm5.train.loop import Trainer
 from glm5.train.schedule import BatchWarmup
 
@@ -36,6 +39,7 @@ def tiny(directory: Path) -> demo.Recipe:
             warmup=replace(quick.sparsify.warmup, steps=3, **rows),
             adapt=replace(quick.sparsify.adapt, steps=3, **rows),
         ),
+        quick.answers,
         draft_prompts=2,
         draft_tokens=8,
     )
@@ -57,14 +61,19 @@ def test_figures_are_those_of_the_two_runs_and_stay(tmp_path: Path, monkeypatch:
     assert first["drafting"]["identical_to_plain"]
     assert first["cache_bytes_per_token"]["held"] == first["cache_bytes_per_token"]["ledger"]
     assert len(first["completions"]) == len(demo.PROMPTS)
+    assert first["answers"]["steps"] == 2
+    assert 0 <= first["answers"]["fine_tuned"] <= 1
+    assert (run / "answers" / "rl" / "samples.jsonl").exists()
     page = (run / "report.html").read_text()
+    assert "Learning from verified answers" in page
     for name, bits in first["bits_per_byte"].items():
         assert name in page
         assert f"{bits:.4g}" in page
 
+    monkeypatch.setattr(Reasoner, "step", lambda *_: pytest.fail("learned again"))
     monkeypatch.setattr(Trainer, "step", lambda _: pytest.fail("trained again"))
     again = demo.run(tiny(tmp_path), console)
-    for name in ("model", "corpus", "bits_per_byte", "indexer_recall", "completions"):
+    for name in ("model", "corpus", "bits_per_byte", "indexer_recall", "completions", "answers"):
         assert again[name] == first[name], name
 
 
@@ -74,3 +83,16 @@ def test_the_recipe_is_one_run_that_feeds_the_other(quick: bool, tmp_path: Path)
     assert Path(found.sparsify.checkpoint) == Path(found.pretrain.run) / "model"
     assert found.sparsify.seq_len == found.pretrain.seq_len > found.pretrain.model.index_topk
     assert found.sparsify.held_out_rows == found.pretrain.held_out_rows
+    assert Path(found.answers.sft.checkpoint) == tmp_path / "model"
+    assert Path(found.answers.reason.checkpoint) == Path(found.answers.sft.run) / "model"
+
+
+def test_held_out_tasks_are_others(tmp_path: Path) -> None:
+    write_tasks(tmp_path)
+    learned, held = (read_prompts(tmp_path / f"{name}.jsonl") for name in ("tasks", "held-out"))
+    assert (len(learned), len(held)) == (620, 100)
+    texts = {p.messages[0].content for p in learned}
+    assert not texts & {p.messages[0].content for p in held}
+    for p in [*learned, *held]:
+        digits = p.messages[0].content.removeprefix("max(").removesuffix(")").split(", ")
+        assert max(map(int, digits)) == int(p.answer)

@@ -2,13 +2,15 @@
 
 `glm5 pretrain` and `glm5 sparsify` (report, section 2.1.1) with their settings chosen: the standard library's source
 becomes a corpus, a tokenizer and a dense model, the model becomes sparse, and held-out files say what that cost. Then
-drafting with the shared MTP block is checked and timed, and the model completes code.
+drafting with the shared MTP block is checked and timed, and the model completes code. Last, a copy of it is fine-tuned
+on small tasks and learns from verified answers to them (sections 3.1 and 3.2).
 
     RUN/pretrain/                  the run of `glm5 pretrain`
     RUN/{data,warmup,adapt,model}  the run of `glm5 sparsify`
+    RUN/answers/{sft,rl}           the runs of `glm5 sft` and `glm5 rl reason`
     RUN/report.{json,html}         what was found
 
-Every stage resumes. Read next: `glm5.train.pretrain`, `glm5.train.sparsify`, `demo_report`.
+Every stage resumes. Read next: `glm5.train.pretrain`, `glm5.train.sparsify`, `demo_answers`, `demo_report`.
 """
 
 from __future__ import annotations
@@ -28,6 +30,7 @@ from glm5.model.presets import nano
 from glm5.utils.config_io import parse
 
 if TYPE_CHECKING:
+    from glm5.cli.demo_answers import Answers
     from glm5.train.pretrain import PretrainConfig
     from glm5.train.sparsify import SparsifyConfig
 
@@ -59,12 +62,14 @@ class Recipe:
 
     pretrain: PretrainConfig
     sparsify: SparsifyConfig
+    answers: Answers
     draft_prompts: int = 8
     draft_tokens: int = 96
 
 
 def recipe(directory: Path, *, quick: bool = False) -> Recipe:
     """The demo as `make demo` runs it, or (quick) the same path for tests, and not for its figures."""
+    from glm5.cli.demo_answers import answers
     from glm5.train.config import TrainConfig
     from glm5.train.pretrain import PretrainConfig
     from glm5.train.schedule import BatchWarmup, LearningRate
@@ -101,7 +106,8 @@ def recipe(directory: Path, *, quick: bool = False) -> Recipe:
         ),
         **common,
     )
-    return Recipe(dense, sparse, 3, 32) if quick else Recipe(dense, sparse)
+    learning = answers(directory / "answers", str(directory / "model"), quick=quick)
+    return Recipe(dense, sparse, learning, 3, 32) if quick else Recipe(dense, sparse, learning)
 
 
 def main(argv: Sequence[str]) -> int:
@@ -120,6 +126,7 @@ def main(argv: Sequence[str]) -> int:
 
 def run(recipe: Recipe, console: Console) -> dict[str, Any]:
     """The whole demo; returns what report.json holds."""
+    from glm5.cli.demo_answers import learned_answers
     from glm5.cli.demo_report import summarise, write_html
     from glm5.data.compress import xz_bits_per_byte
     from glm5.data.shards import TokenStore
@@ -162,7 +169,11 @@ def run(recipe: Recipe, console: Console) -> dict[str, Any]:
             new = model.generate(ids, max_new_tokens=80, temperature=0.4, seed=0)
             completions[prompt] = tokenizer.decode(new, skip_control=True)
 
-    report = summarise(model, sparse, xz_bits_per_byte(unseen), drafts, completions, seconds, recipe.sparsify.seq_len)
+    with part("answers", "a copy is fine-tuned on solved tasks, then learns from verified answers of its own"):
+        learned = learned_answers(recipe.answers, sparse.run / "answers")
+
+    xz, context = xz_bits_per_byte(unseen), recipe.sparsify.seq_len
+    report = summarise(model, sparse, xz, drafts, completions, learned, seconds, context)
     write_json(sparse.run / "report.json", report)
     write_html(report, sparse.run)
     lines = [*report["lines"], "", f"report    {sparse.run / 'report.html'} and report.json"]

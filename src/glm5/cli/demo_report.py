@@ -24,13 +24,14 @@ def summarise(
     xz: float,
     drafts: Drafting,
     completions: dict[str, str],
+    answers: dict[str, Any],
     times: dict[str, float],
     context: int,
 ) -> dict[str, Any]:
     """Every figure of the demo, as JSON values.
 
     Args:
-        xz: bits per byte of `xz -9e`. context: tokens in a row.
+        xz: bits per byte of `xz -9e`. answers: of `demo_answers`. context: tokens in a row.
     """
     from glm5.ledger.memory import cache_bytes
     from glm5.model.cache import Cache
@@ -49,6 +50,8 @@ def summarise(
         f"{'identical to plain decoding' if drafts.identical else 'NOT identical to plain decoding'}, "
         f"{drafts.plain_tokens_per_second:.0f} -> {drafts.drafted_tokens_per_second:.0f} tokens/s "
         f"({drafts.speedup:.2f}x)",
+        f"held-out tasks solved             fine-tuned {answers['fine_tuned']:.0%}   after {answers['steps']} steps of "
+        f"reinforcement learning {answers['learned']:.0%}",
         f"cache per token                   {held} bytes held, {counted} by the ledger",
         f"time                              {total:.0f} s: " + ", ".join(f"{k} {v:.0f}" for k, v in times.items()),
     ]
@@ -72,6 +75,7 @@ def summarise(
         "context": context,
         "index_topk": config.index_topk,
         "completions": completions,
+        "answers": answers,
         "seconds": times,
         "lines": lines,
     }
@@ -80,7 +84,7 @@ def summarise(
 def write_html(report: dict[str, Any], directory: Path) -> None:
     """report.html: one file, plots drawn from the stages' metrics."""
     bits, recall, drafts = report["bits_per_byte"], report["indexer_recall"], report["drafting"]
-    metrics = {name: read_metrics(directory / name) for name in ("pretrain", "warmup", "adapt")}
+    metrics = {name: read_metrics(directory / name) for name in ("pretrain", "warmup", "adapt", "answers/rl")}
 
     def curve(stage: str, metric: str) -> list[tuple[float, float]]:
         return [(r["step"], r[metric]) for r in metrics[stage] if metric in r]
@@ -129,6 +133,14 @@ def write_html(report: dict[str, Any], directory: Path) -> None:
     page.section("Completions")
     for prompt, text in report["completions"].items():
         page.code(prompt + text)
+    found = report["answers"]
+    page.section(
+        "Learning from verified answers",
+        f"Tasks like max(3, 7, 5). Of {found['held_out']} held-out ones the fine-tuned model solves "
+        f"{found['fine_tuned']:.0%}, and {found['learned']:.0%} after {found['steps']} steps of reinforcement learning "
+        f"from {found['answers']:,} answers of its own. answers/rl/rollouts.html shows some, token by token.",
+    )
+    page.chart({"reward": curve("answers/rl", "reward")}, y="reward of the answers drawn")
     page.section("Corpus and time")
     page.table(
         ["corpus", ""], [[k, str(v) if isinstance(v, dict) else round(v, 2)] for k, v in report["corpus"].items()]
