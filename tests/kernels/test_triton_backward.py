@@ -270,6 +270,11 @@ def test_norms(width: int) -> None:
         *(x, weight),
     )
     _agree(
+        lambda x, w: torch.cat(norm_backward.NormBeside.apply(x, w, 1e-5), -1),
+        lambda x, w: torch.cat(basic.rms_norm_beside(x, w, 1e-5), -1),
+        *(y, weight),
+    )
+    _agree(
         lambda x, y, w: torch.cat(norm_backward.AddNorm.apply(x, y, w, 1e-5), -1),
         lambda x, y, w: torch.cat(basic.add_rms_norm(x, y, w, 1e-5), -1),
         *(y, x[..., 8:], weight),

@@ -28,6 +28,16 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     return (x * _inverse_rms(x, eps)).to(x.dtype) * weight
 
 
+def rms_norm_beside(x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    """x itself and its `rms_norm`: a residual, and what goes into the layer beside it."""
+    trained = torch.is_grad_enabled() and x.requires_grad
+    fast = pick("train_rms_norm_beside", x, weight) if trained else None
+    if fast is not None:
+        both: tuple[Tensor, Tensor] = fast(x, weight, eps)
+        return both
+    return x, rms_norm(x, weight, eps)
+
+
 def add_rms_norm(x: Tensor, y: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
     """x + y, and its `rms_norm`: a residual and the norm that follows it."""
     grad = torch.is_grad_enabled()

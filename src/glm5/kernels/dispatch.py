@@ -539,6 +539,9 @@ OPERATORS: dict[str, tuple[Fast, ...]] = {
         Fast("triton.norm_backward", _triton, _train_norm, _load_training("rms_norm"), trains=True),
         Fast("torch.rms_norm", _cuda, _train_rows, _load_training("torch_rms_norm"), trains=True),
     ),
+    "train_rms_norm_beside": (
+        Fast("triton.norm_backward", _triton, _train_norm, _load_training("rms_norm_beside"), trains=True),
+    ),
     "train_add_rms_norm": (
         Fast("triton.norm_backward", _triton, _train_norm, _load_training("add_rms_norm"), trains=True),
     ),

@@ -145,6 +145,14 @@ def torch_rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     return F.rms_norm(x, (x.shape[-1],), weight, eps)
 
 
+def rms_norm_beside(x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    """As `basic.rms_norm_beside`."""
+    from glm5.kernels.triton.norm_backward import NormBeside
+
+    pair: tuple[Tensor, Tensor] = NormBeside.apply(x, weight, eps)
+    return pair
+
+
 def add_rms_norm(x: Tensor, y: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
     """As `basic.add_rms_norm`."""
     from glm5.kernels.triton.norm_backward import AddNorm

@@ -37,8 +37,9 @@ class Block(nn.Module):
         aux: Aux | None = None,
     ) -> Tensor:
         """x + attention, then + feed-forward: [B, T, D]. Arguments as `MLA.forward`."""
+        x_BTD, normed = self.input_layernorm.beside(x_BTD)
         attended = self.self_attn(
-            self.input_layernorm(x_BTD),
+            normed,
             rope,
             visible,
             sparse=sparse,

@@ -24,6 +24,10 @@ class RMSNorm(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         return basic.rms_norm(x, self.weight, self.eps)
 
+    def beside(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """x itself, and its norm."""
+        return basic.rms_norm_beside(x, self.weight, self.eps)
+
     def add(self, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
         """x + y, and its norm."""
         return basic.add_rms_norm(x, y, self.weight, self.eps)

@@ -157,6 +157,23 @@ class Norm(torch.autograd.Function):
         return dx.view(grad.shape), dweight, None
 
 
+class NormBeside(torch.autograd.Function):
+    """`basic.rms_norm_beside`: x itself and its norm, so that both gradients come together in one pass."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+        rows = _rows(x)
+        _, out, inverse = _normed(rows, None, weight, eps, None)
+        ctx.save_for_backward(rows, weight, inverse)
+        return x.view_as(x), out.view(x.shape)
+
+    @staticmethod
+    def backward(ctx: Any, beside: Tensor, grad: Tensor) -> tuple[Tensor, Tensor, None]:
+        x, weight, inverse = ctx.saved_tensors
+        dx, dweight = _differentiated(_rows(grad), _rows(beside), x, weight, inverse, None)
+        return dx.view(grad.shape), dweight, None
+
+
 class AddNorm(torch.autograd.Function):
     """`basic.add_rms_norm`: x + y, rounded, and its norm. Both inputs get the same gradient."""
 
