@@ -22,7 +22,7 @@ from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import httpx
 
@@ -44,6 +44,7 @@ from glm5.posttrain.rollout.options import RolloutOptions
 from glm5.posttrain.rollout.orchestrator import Orchestrator
 from glm5.posttrain.rollout.sample import seed_of
 from glm5.posttrain.rollout.sessions import Sessions
+from glm5.posttrain.spread import Spread
 from glm5.posttrain.store import Store
 from glm5.serve.config import EngineConfig
 from glm5.text.tokenizer import Tokenizer, load_tokenizer
@@ -55,7 +56,18 @@ from glm5.utils.files import exclusive, require_writable, write_json
 GREEDY = 1e-4  # a temperature at which the likeliest id is drawn; sessions have none of 0
 # Beside what any run may change later: where and how fast things are done, and how patiently.
 ALSO_MAY_DIFFER = {
-    *("desk", "engines", "cluster", "pages", "host_pages", "max_running", "max_batched_tokens", "chunk", "overlap"),
+    *(
+        "desk",
+        "engines",
+        "weights_by",
+        "cluster",
+        "pages",
+        "host_pages",
+        "max_running",
+        "max_batched_tokens",
+        "chunk",
+        "overlap",
+    ),
     *("concurrency", "max_open", "lead", "retries", "losses", "grace_s", "beat_s", "silent_s", "patience_s", "look_s"),
     *("cuda_graphs", "eval_rollouts", "patience", *(of.name for of in fields(ClusterConfig))),
 }
@@ -95,6 +107,9 @@ class AgentConfig:
     engines: tuple[str, ...] = ()
     """Addresses of engines (`glm5 serve`), which must see the run's directory; without any, one runs in this
     process. Their key is read from GLM5_ENGINE_KEY."""
+    weights_by: Literal["files", "gloo", "nccl"] = "files"
+    """How weights reach engines behind HTTP: files in the run's directory, which they must see, or a broadcast over a
+    process group of this kind; nccl where learner and engines have GPUs."""
     engine: EngineConfig = field(default_factory=lambda: EngineConfig(overlap=False))
     """Of the engine in this process, or of each that `cluster` places."""
     cluster: ClusterConfig = field(default_factory=ClusterConfig)
@@ -363,7 +378,9 @@ def _engines(
     if not config.engines and cluster is None:
         return Engines.local(model, tokenizer, config.engine, **about)
     context = config.engine.context or shape.max_position_embeddings
-    directory = Path(config.run).absolute() / "pushed"
+    directory = Path(config.run).absolute() / "pushed" if config.weights_by == "files" else None
+    if config.weights_by != "files":
+        about["spread"] = Spread(about["host"], config.weights_by)
     if cluster is None:
         engine_key = os.environ.get("GLM5_ENGINE_KEY")
         return Engines.remote(config.engines, tokenizer, context, directory, api_key=engine_key, **about)

@@ -21,6 +21,7 @@ import threading
 import time
 from collections.abc import Coroutine, Mapping, Sequence
 from concurrent.futures import Future
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
@@ -28,7 +29,8 @@ import uvicorn
 
 from glm5.model.glm5 import GLM5
 from glm5.model.weights import save_model
-from glm5.posttrain.pushing import Sums, packed, require_arrived
+from glm5.posttrain.pushing import Sums, packed, require_arrived, sums_of, tensors_of
+from glm5.posttrain.spread import Spread
 from glm5.serve.client import Backend, PauseMode, Stats, Unavailable, WeightUpdate
 from glm5.serve.config import EngineConfig
 from glm5.serve.engine import Engine
@@ -57,6 +59,7 @@ class Engines:
         engines: by name, all of one model. Those with a `start` and `stop` are started and stopped.
         in_flight: what becomes of the cache entries of requests that run during a push.
         directory: where weights are put for engines that read them from disk (`remote`); None sends them.
+        spread: sends weights to engines behind HTTP over a process group, instead.
         host: address that the gateway listens on. key: that the gateway asks for.
         patience_s: how long a push waits where no engine is left that can take it, since some may come back.
     """
@@ -67,6 +70,7 @@ class Engines:
         *,
         in_flight: InFlight = "renew",
         directory: Path | None = None,
+        spread: Spread | None = None,
         beat_s: float = 2.0,
         host: str = "127.0.0.1",
         key: str | None = None,
@@ -76,7 +80,7 @@ class Engines:
         self._host, self._patience_s, self.key = host, patience_s, key
         self._last: WeightUpdate | None = None  # that engines which begin anew can read
         self._pushing = asyncio.Lock()
-        self._directory = directory
+        self._directory, self._spread = directory, spread
         self.pool = EnginePool(self._engines, Router("0", silent_s=10 * beat_s), beat_s=beat_s)
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._run, name="engines", daemon=True)
@@ -100,12 +104,12 @@ class Engines:
         urls: Sequence[str] | Mapping[str, str],
         tokenizer: Tokenizer,
         context: int,
-        directory: Path,
+        directory: Path | None,
         *,
         api_key: str | None = None,
         **about: Any,
     ) -> Engines:
-        """Engines behind HTTP that can read `directory`; a mapping gives them names."""
+        """Engines behind HTTP that can read `directory`, or take part in `spread`; a mapping gives them names."""
         named = urls if isinstance(urls, Mapping) else {url: url for url in urls}
         made = {name: HttpEngine(url, tokenizer, NAME, context, api_key=api_key) for name, url in named.items()}
         return cls(made, directory=directory, **about)
@@ -186,6 +190,8 @@ class Engines:
         for server, _ in self._servers:
             server.should_exit = True
         await asyncio.gather(*(serving for _, serving in self._servers), return_exceptions=True)
+        if self._spread is not None:
+            await self._spread.leave()
         for engine in self._engines.values():
             if isinstance(engine, Runner | HttpEngine):
                 await engine.stop()
@@ -199,7 +205,11 @@ class Engines:
             UserError: no engine took them.
         """
         began = time.perf_counter()
-        update, sums = packed(model, version)
+        if self._spread is not None:
+            tensors = tensors_of(model)
+            update, sums = self._spread.update(tensors, str(version)), sums_of(tensors)
+        else:
+            update, sums = packed(model, version)
         if self._directory is not None:
             path = self._directory / f"version-{version:08}"
             save_model(model, path, overwrite=True)
@@ -214,8 +224,23 @@ class Engines:
 
     async def _push(self, update: WeightUpdate) -> None:
         async with self._pushing:
-            self._last = update if update.source == "disk" else None
-            await self._renew(self.pool, update)
+            self._last = None if update.source == "tensor" else update
+            await self._give(self.pool, list(self._engines.values()), update)
+
+    async def _give(self, backend: Backend, engines: Sequence[Backend], update: WeightUpdate) -> None:
+        """New weights to these engines, which are one backend."""
+        if self._spread is None:
+            return await self._renew(backend, update)
+        beat_s = self.pool.beat_s
+        there = [e for e in engines if isinstance(e, HttpEngine) and e.failure is None and await e.probe(beat_s)]
+        try:
+            update = replace(update, group_name=await self._spread.meet(there))
+        except Unavailable as error:
+            log.warning("%s", error)  # whoever is there hears of it in the next line
+        both = self._renew(backend, update), self._spread.send()
+        for told in await asyncio.gather(*both, return_exceptions=True):  # neither is left alone
+            if isinstance(told, BaseException):
+                raise told
 
     async def _checksum(self, version: int) -> Sums:
         """Of an engine that has confirmed the version, waited for if there may be one."""
@@ -261,7 +286,7 @@ class Engines:
                         continue
                     try:
                         if await engine.probe(self.pool.beat_s):
-                            await self._renew(engine, update)
+                            await self._give(engine, [engine], update)
                     except (Unavailable, UserError) as error:
                         log.warning("an engine did not take weights %s: %s", update.weight_version, error)
 

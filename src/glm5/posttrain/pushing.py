@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 import safetensors.torch
+from torch import Tensor
 
 from glm5.model.glm5 import GLM5
 from glm5.model.weights import disk_tensors
@@ -15,12 +16,21 @@ from glm5.utils.errors import CheckpointError
 Sums = Mapping[str, str]
 
 
+def tensors_of(model: GLM5) -> dict[str, Tensor]:
+    """Copies of all tensors, the draft block's included, by their public names, on the CPU."""
+    return {name: t.detach().cpu().contiguous().clone() for name, t in disk_tensors(model)}
+
+
 def packed(model: GLM5, version: int) -> tuple[WeightUpdate, Sums]:
-    """All tensors, the draft block's included, under a version, and each one's checksum by its public name."""
-    tensors = {name: t.detach().cpu().contiguous() for name, t in disk_tensors(model)}
-    data = safetensors.torch.save({name: t.clone() for name, t in tensors.items()})
-    sums = {name: checksum_of(t) for name, t in tensors.items()}
-    return WeightUpdate("tensor", tensors=(data,), weight_version=str(version)), sums
+    """All tensors under a version, and each one's checksum by its public name."""
+    tensors = tensors_of(model)
+    data = safetensors.torch.save(tensors)
+    return WeightUpdate("tensor", tensors=(data,), weight_version=str(version)), sums_of(tensors)
+
+
+def sums_of(tensors: Mapping[str, Tensor]) -> Sums:
+    """Each one's checksum."""
+    return {name: checksum_of(t) for name, t in tensors.items()}
 
 
 def require_arrived(there: Sums, sent: Sums, version: int) -> None:
