@@ -81,7 +81,7 @@ def _part(
     tl.store(to_W, sum_W.to(dshared_ptr.dtype.element_ty), mask=(column_W >= own) & (column_W < width))
 
 
-PART = (4, 4)  # heads at a time, and warps, of `_part`
+PART = (16, 2)  # heads at a time, and warps, of `_part`
 
 
 def _block(heads: int) -> int:
