@@ -40,12 +40,18 @@ Engine, gateway, orchestrator and learner run in this process, tasks too or wher
 --cluster ray, Ray places engines and tasks on the nodes of its cluster. The loss is the report's Eq. 3 to 5.
 docs/agent-rl.md says more. Needs the extra `serve`; a cluster also `cluster`."""
 
+RATE = """Measure how often a policy passes each prompt: glm5 rl rate CHECKPOINT --data FILE --out RATED [options].
+
+Each row gets its pass_rate as that of the --policy, weak or strong, by which runs choose prompts
+(--prompts.difficulty.weak-at-most, .strong-at-least). Tries of each prompt: --rollout.group."""
+
 USAGE = """usage: glm5 rl KIND CHECKPOINT [options]
 
 kinds:
   reason   learn from verified answers: maths, science, code, puzzles
   general  learn from rules, a reward model and a judge: instructions, empathy, writing
   agent    learn from what agents do in their tasks, asynchronously
+  rate     measure how often a policy passes each prompt, to choose by difficulty
 
 `glm5 rl KIND --help` lists its options."""
 
@@ -132,7 +138,25 @@ def _agent(arguments: list[str]) -> int:
     return 0
 
 
-KINDS: dict[str, Callable[[list[str]], int]] = {"reason": _reason, "general": _general, "agent": _agent}
+def _rate(arguments: list[str]) -> int:
+    from glm5.posttrain.rate import RateConfig, rate
+
+    config = parse(RateConfig, arguments, prog="glm5 rl rate", description=RATE, first="checkpoint")
+    for domain, rates in rate(config).items():
+        never, always = rates.count(0.0) / len(rates), rates.count(1.0) / len(rates)
+        mean = sum(rates) / len(rates)
+        print(f"{config.policy:<9} {domain}: passes {mean:.1%}; {never:.0%} of the prompts never, {always:.0%} always")
+    print(f"written   {config.out}")
+    print("next      glm5 rl reason CHECKPOINT --prompts.data FILE --prompts.difficulty.weak-at-most 0.5")
+    return 0
+
+
+KINDS: dict[str, Callable[[list[str]], int]] = {
+    "reason": _reason,
+    "general": _general,
+    "agent": _agent,
+    "rate": _rate,
+}
 
 
 def counts(states: dict[str, int]) -> str:

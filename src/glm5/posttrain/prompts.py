@@ -13,7 +13,7 @@ import hashlib
 import json
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -23,7 +23,7 @@ from numpy.typing import NDArray
 
 from glm5.data.mixing import Mixture, order_of
 from glm5.posttrain.jsonl import read_rows
-from glm5.posttrain.verify.pool import Task, VerifierPool
+from glm5.posttrain.verify.pool import Task
 from glm5.posttrain.verify.verdict import Verdict
 from glm5.text import Message, Tool, messages_from_openai, tools_from_openai
 from glm5.utils.errors import ConfigError, DataError
@@ -146,19 +146,6 @@ def pass_rate(verdicts: Sequence[Verdict]) -> float | None:
     """Mean reward of the tries that have a verdict; None where none has."""
     known = [v.reward for v in verdicts if v.reward is not None]
     return sum(known) / len(known) if known else None
-
-
-def measured(
-    prompts: Sequence[Prompt], responses: Sequence[Sequence[str]], pool: VerifierPool, *, strong: bool
-) -> list[Prompt]:
-    """The prompts with the pass rate of a policy's responses, several to each."""
-    tasks = [p.task(response) for p, many in zip(prompts, responses, strict=True) for response in many]
-    verdicts = iter(pool.check_all(tasks))
-    found = []
-    for p, many in zip(prompts, responses, strict=True):
-        rate = pass_rate([next(verdicts) for _ in many])
-        found.append(replace(p, strong=rate) if strong else replace(p, weak=rate))
-    return found
 
 
 # ---------------------------------------------------------------------------------------------------- order

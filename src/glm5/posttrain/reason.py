@@ -139,10 +139,10 @@ def prepare_prompts(config: PromptConfig, seed: int, read: Reader = read_prompts
         train = [p for path in config.data for p in read(path)]
         held_out = [p for path in config.held_out for p in read(path)]
     else:
-        train = _tasks(config.tasks, config.count, seed)
+        train = prompts_from_rows(task_rows(config.tasks, config.count, seed))
         known = {(p.messages, p.answer) for p in train}
         wanted = config.held_out_count
-        spare = _tasks(config.tasks, 4 * wanted, seed + HELD_OUT_SEED) if wanted else []
+        spare = prompts_from_rows(task_rows(config.tasks, 4 * wanted, seed + HELD_OUT_SEED)) if wanted else []
         held_out = list({(p.messages, p.answer): p for p in spare if (p.messages, p.answer) not in known}.values())
     require_unique(train, ", ".join(config.data or config.tasks))
     train, left_out = config.difficulty.select(train)
@@ -160,7 +160,12 @@ def prepare_prompts(config: PromptConfig, seed: int, read: Reader = read_prompts
     )
 
 
-def _tasks(specs: Sequence[str], count: int, seed: int) -> list[Prompt]:
+def task_rows(specs: Sequence[str], count: int, seed: int) -> list[dict[str, Any]]:
+    """Rows of so many tasks of each generator of reasoning-gym.
+
+    Raises:
+        ConfigError: one is not known, or takes no such options.
+    """
     rows = []
     for spec in specs:
         name, _, options = spec.partition(":")
@@ -178,7 +183,7 @@ def _tasks(specs: Sequence[str], count: int, seed: int) -> list[Prompt]:
             raise ConfigError(
                 "prompts.tasks", spec, "needs reasoning-gym: install glm5[rl], or give prompts.data"
             ) from None
-    return prompts_from_rows(rows)
+    return rows
 
 
 def parse_ratios(given: Sequence[str]) -> dict[str, float] | None:
@@ -245,16 +250,24 @@ def model_config(checkpoint: str, command: str) -> ModelConfig:
 
 @contextmanager
 def rollouts_of(
-    config: LoopConfig, model: GLM5, prompts: Sequence[Prompt], judged: Sequence[Prompt], ranks: Ranks
+    config: LoopConfig,
+    model: GLM5,
+    prompts: Sequence[Prompt],
+    judged: Sequence[Prompt],
+    ranks: Ranks,
+    seed: int | None = None,
 ) -> Iterator[Rollouts]:
     """Engine, tool, and on the main rank verifiers of the prompts that are `judged`; all `prompts` must have room.
+
+    Args:
+        seed: of the draws; None is the configuration's.
 
     Raises:
         UserError: as `verifier_pool` and `Rollouts.refuse_long`.
     """
     with ExitStack() as held:
         pool = ranks.on_main(lambda: held.enter_context(verifier_pool(config.rollout, judged)))
-        tokenizer, seed = load_tokenizer(config.checkpoint), config.learn.seed
+        tokenizer, seed = load_tokenizer(config.checkpoint), config.learn.seed if seed is None else seed
         rollouts = ranks.together(lambda: Rollouts(model, tokenizer, config.rollout, pool, seed=seed, ranks=ranks))
         held.enter_context(closing(rollouts))
         rollouts.refuse_long(prompts)
