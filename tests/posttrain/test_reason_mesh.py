@@ -6,6 +6,7 @@ from __future__ import annotations
 import copy
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -132,6 +133,10 @@ def test_the_command_on_two_processes_makes_what_one_makes_also_when_killed(
     finally:
         os.killpg(process.pid, signal.SIGKILL)
         process.communicate()
+    shutil.copytree(spread, tmp_path / "moved")
+    moved = reason(replace(one, run=str(tmp_path / "moved")), lambda _: None)  # what two began, one ends
+    assert moved.steps == 3
+    assert [s["number"] for s in read_samples(moved.run / "samples.jsonl")] == list(range(moved.prompts))
     process = started(["rl", "reason", "--config", str(tmp_path / "two.json"), "--mesh", "dp=2"])
     try:
         said, errors = process.communicate(timeout=600)

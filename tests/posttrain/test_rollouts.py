@@ -3,6 +3,7 @@ groups that teach nothing."""
 
 from __future__ import annotations
 
+import gc
 import math
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,7 @@ from glm5.posttrain.rollouts import Group, RolloutConfig, Rollouts, Sample, figu
 from glm5.posttrain.rows import pack
 from glm5.posttrain.verify.pool import VerifierPool
 from glm5.posttrain.verify.verdict import Verdict, judged
+from glm5.serve.request import Request, TokenInfo
 from glm5.utils.errors import CheckpointError, ConfigError, DataError
 from support.conversations import tokenizer
 from support.training import tiny
@@ -243,3 +245,20 @@ def test_pushes_that_change_nothing_change_no_answer_and_no_draft() -> None:
         found.push(policy, version + 1)
     assert all(one == seen[0] for one in seen)
     assert sum(accepted for _, _, accepted in seen[0][0]) > 0
+
+
+def test_a_thousand_answers_leave_nothing_behind() -> None:
+    """What an engine, its requests and the groups held of an answer goes with it: a long run's memory is flat."""
+    drawn = rollouts(model(), group=25, max_new_tokens=1)
+
+    def held() -> int:
+        gc.collect()
+        return sum(type(o) in (Sample, Group, Request, TokenInfo) for o in gc.get_objects())
+
+    drawn.draw(numbered(2))
+    before = held()
+    for first in range(0, 40, 10):
+        groups = drawn.draw([(first + n, p) for n, p in numbered(10)])
+        assert sum(len(s.ids) for g in groups for s in g.samples) == 250
+    del groups
+    assert held() == before
