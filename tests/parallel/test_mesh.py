@@ -18,7 +18,8 @@ def test_parses_and_prints() -> None:
     mesh = Mesh.parse("dp=4, ep=2,pp=2,cp=2,tp=2,shard=4")
     assert (mesh.size, mesh.data, mesh.replicas, mesh.edp) == (32, 8, 2, 8)
     assert str(mesh) == "dp=4,pp=2,cp=2,tp=2,ep=2,shard=4"
-    assert Mesh.parse(str(mesh)) == mesh
+    for text in ("dp=4,ep=2,pp=2,cp=2,tp=2,shard=4", "dp=2,shard=1", "cp=11"):
+        assert Mesh.parse(str(Mesh.parse(text))) == Mesh.parse(text)
     assert Mesh.parse("") == Mesh.parse("dp=1") == Mesh() == Mesh.parse(str(Mesh()))
     mesh.check_model(glm5())
     Mesh.parse("dp=32,ep=32,tp=8").check_model(glm5())

@@ -91,8 +91,9 @@ class Mesh:
         return cls(**values)
 
     def __str__(self) -> str:
-        named = [f"{axis.name}={getattr(self, axis.name)}" for axis in fields(self)]
-        return ",".join(n for n in named if n not in ("shard=0",) and not n.endswith("=1")) or "dp=1"
+        values = {axis.name: getattr(self, axis.name) for axis in fields(self)}
+        named = [f"{name}={value}" for name, value in values.items() if value != (0 if name == "shard" else 1)]
+        return ",".join(named) or "dp=1"
 
     @property
     def data(self) -> int:
