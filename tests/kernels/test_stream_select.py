@@ -26,9 +26,9 @@ BLOCK = 32
 
 def _inputs(batch: int, queries: int, slots: int, kind: str) -> tuple[Tensor, ...]:
     generator = torch.Generator().manual_seed(slots)
-    q = torch.randn(batch, queries, 16, 16, generator=generator)
+    q = torch.randn(batch, queries, 16, 32, generator=generator)
     w = torch.randn(batch, queries, 16, generator=generator)
-    keys = torch.randn(batch, slots, 16, generator=generator)
+    keys = torch.randn(batch, slots, 32, generator=generator)
     if kind == "ties":
         q, w, keys = q.round(), w.round(), keys.round().clamp(-1, 1)
     elif kind == "plateau":
@@ -37,7 +37,7 @@ def _inputs(batch: int, queries: int, slots: int, kind: str) -> tuple[Tensor, ..
         w = -w.abs()
     elif kind == "rising":  # every key beats all before it, so that every list overflows again and again
         q, w = torch.ones_like(q), torch.ones_like(w)
-        keys = torch.arange(slots).view(1, slots, 1) / 64 * torch.ones(batch, 1, 16)
+        keys = torch.arange(slots).view(1, slots, 1) / 64 * torch.ones(batch, 1, 32)
     elif kind == "extreme":
         w = w * 10 ** torch.randint(-20, 30, w.shape, generator=generator)
     last = torch.randint(0, slots, (batch, queries), generator=generator)
@@ -84,7 +84,7 @@ def test_fp8_keys_in_pages() -> None:
     assert torch.equal(picked, stable_topk(scores.flatten(0, 1), 24).view_as(picked))
     order = torch.randperm(2 * 4 + 1, generator=torch.Generator().manual_seed(0))
     table = order[:8].view(2, 4).to(DEVICE)
-    values, scales = torch.full((9 * 64, 16), torch.nan), torch.full((9 * 64,), torch.nan)
+    values, scales = torch.full((9 * 64, 32), torch.nan), torch.full((9 * 64,), torch.nan)
     for b in range(2):
         for p in range(4):
             part, at = slice(p * 64, min(200, p * 64 + 64)), int(table[b, p]) * 64
@@ -107,7 +107,7 @@ def test_dispatch_calls_it_as_the_specification() -> None:
     ours = plain.load()(q, w, longer, visible, 24, None)
     scores = fast.index_scores(q, w, keys[:, :90].contiguous(), first, last, block_q=4)
     assert torch.equal(ours, stable_topk(scores.flatten(0, 1), 24).view_as(ours))
-    assert plain.refuses(q[..., :9, :], w, keys) == "takes powers of two from 16, not 9 index heads of 16"
+    assert plain.refuses(q[..., :9, :], w, keys) == "takes powers of two from 16, not 9 index heads of 32"
     (q8, w8), held = round_queries(q, w), round_keys(longer)
     ours = next(f for f in OPERATORS["index_select_fp8"] if f.name == "triton.stream_select").load()(
         q8, w8, held, visible, 24, None

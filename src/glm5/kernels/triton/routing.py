@@ -2,7 +2,8 @@
 
 **Logits.** The router's weights are fp32, and no tensor core multiplies those. Each is the sum of three bf16 numbers,
 hi + mid + lo, to its last bit, so three bf16 products that add up in fp32 give fp32's result at many times its speed.
-With few tokens the width is divided over programs too, and the next launch adds the shares in a fixed order.
+Where programs are few the width is divided over them too, and the next launch adds the shares in a fixed order. With
+many tokens the weights are divided into their thirds once, by a launch of its own, and tiles come by the copy engine.
 **Choice.** A program takes a token: one register row of all experts, from which the best is taken as often as a token
 has experts. Source: report section 2.1, DeepSeek-V3. Read next: `moe`; `glm5.kernels.moe.route` for the specification.
 """
@@ -15,9 +16,65 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.tools.tensor_descriptor import TensorDescriptor
 
-SHARES_UP_TO = 256  # tokens up to which programs divide the width
-RUN = 6  # steps of 64 columns that the tensor cores add by themselves
+FEW = 256  # tokens up to which programs divide the weights themselves
+BLOCK_D = 64
+RUN = 6  # steps of as many columns that the tensor cores add by themselves
+
+
+@triton.jit
+def _head(x, KIND: tl.constexpr):
+    """The first bits of fp32 x, in fp32 and in KIND; what remains is exact. Cutting off is faster than rounding."""
+    if KIND == tl.bfloat16:  # noqa: SIM300
+        bits = x.to(tl.int32, bitcast=True)
+        return (bits & -65536).to(tl.float32, bitcast=True), (bits >> 16).to(tl.int16).to(KIND, bitcast=True)
+    else:
+        return x.to(KIND).to(tl.float32), x.to(KIND)
+
+
+@triton.jit
+def _thirds(w, KIND: tl.constexpr):
+    """fp32 w as a sum of three numbers of KIND."""
+    high, hi = _head(w, KIND)
+    middle, mid = _head(w - high, KIND)
+    _, lo = _head(w - high - middle, KIND)
+    return hi, mid, lo
+
+
+@triton.jit
+def _divide(w_ptr, out_ptr, n, BLOCK: tl.constexpr):
+    """out[0], out[1], out[2] = the thirds of w, n numbers each."""
+    at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    hi, mid, lo = _thirds(tl.load(w_ptr + at, mask=at < n, other=0.0), out_ptr.dtype.element_ty)
+    tl.store(out_ptr + at, hi, mask=at < n)
+    tl.store(out_ptr + n + at, mid, mask=at < n)
+    tl.store(out_ptr + 2 * n + at, lo, mask=at < n)
+
+
+@triton.jit
+def _logits_wide(
+    x_desc, thirds_desc, part_ptr, tokens,
+    E: tl.constexpr, STEPS: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_E: tl.constexpr, BLOCK_D: tl.constexpr,
+    RUN: tl.constexpr,
+):  # fmt: skip
+    """`_logits` for many tokens, of weights that are divided already: [3 E, D]."""
+    expert, token, share = tl.program_id(0) * BLOCK_E, tl.program_id(1) * BLOCK_T, tl.program_id(2)
+    acc_TE = tl.zeros([BLOCK_T, BLOCK_E], tl.float32)
+    for first in range(0, STEPS, RUN):
+        run_TE = tl.zeros([BLOCK_T, BLOCK_E], tl.float32)
+        for step in range(first, min(first + RUN, STEPS)):
+            d = (share * STEPS + step) * BLOCK_D
+            x = x_desc.load([token, d])
+            hi, mid = thirds_desc.load([expert, d]), thirds_desc.load([E + expert, d])
+            lo = thirds_desc.load([2 * E + expert, d])
+            run_TE = tl.dot(x, tl.trans(lo), acc=run_TE)
+            run_TE = tl.dot(x, tl.trans(mid), acc=run_TE)
+            run_TE = tl.dot(x, tl.trans(hi), acc=run_TE)
+        acc_TE += run_TE
+    token_T, expert_E = token + tl.arange(0, BLOCK_T), expert + tl.arange(0, BLOCK_E)
+    at = (share * tokens + token_T[:, None].to(tl.int64)) * E + expert_E[None, :]
+    tl.store(part_ptr + at, acc_TE, mask=(token_T < tokens)[:, None] & (expert_E < E)[None, :])
 
 
 @triton.jit
@@ -43,10 +100,7 @@ def _logits(
             inside = (col_D + step * BLOCK_D < D)[None, :]
             x = tl.load(x_TD + step * BLOCK_D, mask=(token_T < tokens)[:, None] & inside, other=0.0)
             w = tl.load(w_ED + step * BLOCK_D, mask=(expert_E < E)[:, None] & inside, other=0.0)
-            hi = w.to(x.dtype)
-            rest = w - hi.to(tl.float32)
-            mid = rest.to(x.dtype)
-            lo = (rest - mid.to(tl.float32)).to(x.dtype)
+            hi, mid, lo = _thirds(w, x.dtype)
             run_TE = tl.dot(x, tl.trans(lo), acc=run_TE)
             run_TE = tl.dot(x, tl.trans(mid), acc=run_TE)
             run_TE = tl.dot(x, tl.trans(hi), acc=run_TE)
@@ -104,22 +158,27 @@ def router(
         x_ND: bf16, contiguous columns. weight_ED: fp32, contiguous.
     """
     (tokens, width), experts = x_ND.shape, weight_ED.shape[0]
-    few = tokens <= SHARES_UP_TO
-    block_t = min(64, max(16, triton.next_power_of_2(tokens))) if few else 128
-    block_e, block_d = (64, 64) if few else (128, 64)
-    steps = triton.cdiv(width, block_d)
-    if few:
-        steps = triton.cdiv(
-            steps, max(1, min(16, 128 // (triton.cdiv(tokens, block_t) * triton.cdiv(experts, block_e))))
-        )
-    shares = triton.cdiv(width, steps * block_d)
-    parts = torch.empty(shares, tokens, experts, dtype=torch.float32, device=x_ND.device)
-    if tokens:
-        _logits[(triton.cdiv(tokens, block_t), triton.cdiv(experts, block_e), shares)](
-            x_ND, weight_ED, parts, tokens, width, x_ND.stride(0),
-            E=experts, STEPS=steps, BLOCK_T=block_t, BLOCK_E=block_e, BLOCK_D=block_d,
-            RUN=RUN, num_warps=4 if few else 8, num_stages=3,
-        )  # fmt: skip
+    device = x_ND.device
+    many = tokens > FEW and width % 8 == 0 and x_ND.stride(0) % 8 == 0 and x_ND.data_ptr() % 16 == 0
+    if many:
+        block_t, block_e = 128 if tokens > 2048 else 64, 128
+    else:
+        block_t, block_e = min(64, max(16, triton.next_power_of_2(tokens))), 64
+    tiles = triton.cdiv(tokens, block_t), triton.cdiv(experts, block_e)
+    shares = max(1, min(4 if many else 16, 132 // max(1, tiles[0] * tiles[1])))
+    steps = triton.cdiv(triton.cdiv(width, BLOCK_D), shares)
+    shares = triton.cdiv(width, steps * BLOCK_D)
+    parts = torch.empty(shares, tokens, experts, dtype=torch.float32, device=device)
+    sizes = dict(E=experts, STEPS=steps, BLOCK_T=block_t, BLOCK_E=block_e, BLOCK_D=BLOCK_D, RUN=RUN, num_stages=3)
+    if many:
+        thirds = torch.empty(3 * experts, width, dtype=x_ND.dtype, device=device)
+        _divide[(triton.cdiv(weight_ED.numel(), 1024),)](weight_ED, thirds, weight_ED.numel(), BLOCK=1024)
+        x_desc = TensorDescriptor.from_tensor(x_ND, [block_t, BLOCK_D])
+        thirds_desc = TensorDescriptor.from_tensor(thirds, [block_e, BLOCK_D])
+        warps = 8 if block_t == 128 else 4
+        _logits_wide[(tiles[1], tiles[0], shares)](x_desc, thirds_desc, parts, tokens, **sizes, num_warps=warps)
+    elif tokens:
+        _logits[(*tiles, shares)](x_ND, weight_ED, parts, tokens, width, x_ND.stride(0), **sizes, num_warps=4)
     return _choose(parts, bias_E, top_k, normalise, scaling)
 
 
