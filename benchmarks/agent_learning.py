@@ -4,10 +4,11 @@
                                         [--variant whole|retokenised|no-mask|no-bound|no-reset|synchronous ...]
 
 The task is `examples/services/cards.py`: look at hidden cards, one a turn, and name the highest. A model of `nano`'s
-parts (--hidden, --layers and --experts set its size) is fine-tuned, briefly, on what a perfect agent does; then
-`glm5 rl agent` as a function learns from its own rollouts: engine, gateway, orchestrator and learner in this process,
-on a CPU in fp32. Success is that of greedy answers to held-out deals. With --out the runs stay, and the same command
-goes on where it was killed. The table has mean and spread (sample deviation) over the seeds, which draw everything.
+parts (--hidden, --layers and --experts set its size) is fine-tuned on scripts of agents, of which --hasty is the share
+of those that name a card before they have seen all; then `glm5 rl agent` as a function learns from its own rollouts:
+engine, gateway, orchestrator and learner in this process, on a CPU in fp32. Success is that of greedy answers to deals
+that were held out: neither scripts nor rollouts have them. With --out the runs stay, and the same command goes on where
+it was killed. The table has mean and spread (sample deviation) over the seeds, which draw everything.
 """
 
 from __future__ import annotations
@@ -83,12 +84,24 @@ def service(task: Any) -> TaskService:
     return Cards()
 
 
+def script(task: Any, seed: int, args: argparse.Namespace) -> list[dict[str, Any]]:
+    """A conversation to fine-tune on, of a perfect agent or a hasty one, who names a card before all are seen."""
+    whole, deal, draw = task.script(seed), task.deal(seed), random.Random(seed)  # noqa: S311
+    if draw.random() >= args.hasty:
+        return whole
+    looks = draw.randrange(len(deal))
+    seen, unseen = args.cards[:looks], args.cards[looks:]
+    best = max(seen, key=deal.__getitem__, default="")
+    guess = best if best and deal[best] >= args.highest / 2 else draw.choice(unseen)
+    return [*whole[: 1 + 2 * looks], {"role": "assistant", "content": guess, "thinking": False}]
+
+
 def base(directory: Path, args: argparse.Namespace, seed: int) -> Path:
     """The fine-tuned model that learning begins with."""
     task = cards(args.cards, args.highest)
     talk, rows = directory / "talk.jsonl", []
     for number in range(args.scripts):
-        rows.append({"messages": task.script(seed_of(task, (seed * 1_000 + number) * 1_000, held=False))})
+        rows.append({"messages": script(task, seed_of(task, (seed * 1_000 + number) * 1_000, held=False), args)})
     talk.write_text("".join(json.dumps(row) + "\n" for row in rows))
     plain = Tokenizer.train([talk.read_text()], 292)  # whatever it is, its text is what the tokenizer must know
     texts = []
@@ -183,7 +196,8 @@ def main() -> None:
         ("concurrency", 64), ("drafts", 0), ("held-out", 100), ("eval-every", 10), ("highest", 10),
     ):  # fmt: skip
         parser.add_argument(f"--{name}", type=int, default=default)
-    parser.add_argument("--cards", default="abc", help="a letter each")
+    parser.add_argument("--cards", default="ab", help="a letter each")
+    parser.add_argument("--hasty", type=float, default=0.8)
     parser.add_argument("--sft-lr", type=float, default=3e-3)
     parser.add_argument("--lr", type=float, default=5e-4)
     parser.add_argument("--out", help="keep the runs here, and go on from what is there")
