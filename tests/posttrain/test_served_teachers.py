@@ -112,6 +112,9 @@ def test_the_divergence_from_served_teachers_falls(tmp_path: Path, divergence: A
     course = [r["loss" if divergence == "full" else "reverse_kl"] for r in records]
     assert sum(course[-3:]) < 0.75 * sum(course[:3])
     assert all(r["stepped"] == 1 for r in records)
+    page = (found.run / "rollouts.html").read_text()
+    assert page.count("reward none</h2>") == 4
+    assert "ratio 1.0000" in page
     kept = read_json(found.run / "teachers.json")
     assert kept["b"] == {"version": "0"}
     assert list(kept["a"]) == ["model.safetensors"]

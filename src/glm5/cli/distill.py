@@ -39,6 +39,6 @@ def _main(argv: Sequence[str], say: Callable[[str], None]) -> int:
     say(f"learned   {found.steps:,} steps from {found.prompts:,} prompts")
     for domain, after in found.held_out.get("after", {}).items():
         say(f"held out  {domain}: {found.held_out['before'].get(domain, 0.0):.1%} before, {after:.1%} after")
-    say(f"run       {found.run}  (metrics.jsonl, samples.jsonl; `glm5 watch {found.run}` draws it)")
+    say(f"run       {found.run}  (metrics.jsonl, samples.jsonl, rollouts.html; `glm5 watch {found.run}` draws it)")
     say(f"next      glm5 chat {found.model}")
     return 0

@@ -1,6 +1,7 @@
 """A learner that draws its own answers, a batch a step: reasoning and distillation, wholly on-policy by default.
 
     RUN/samples.jsonl    a line a prompt (`samples`)
+    RUN/rollouts.html    some answers of a late step, token by token (`page`)
 
 On several ranks each draws its share of the prompts with an engine of its own (`rollouts`); all then hold all answers.
 
@@ -21,6 +22,7 @@ from torch import Tensor
 from glm5.model.glm5 import GLM5
 from glm5.posttrain.learner import Batch, LearnConfig, Learner
 from glm5.posttrain.losses import LossConfig
+from glm5.posttrain.page import write_page
 from glm5.posttrain.prompts import Prompt
 from glm5.posttrain.rollouts import Group, Rollouts
 from glm5.posttrain.rows import PolicyRows, Trajectory
@@ -36,7 +38,11 @@ class BatchedLearner(Learner):
 
     Args:
         rollouts: the engine; it gets the weights after every step.
+
+    `pages` is the number of steps between pages of rollouts; 0 writes none.
     """
+
+    pages: int = 0
 
     def __init__(
         self, config: LearnConfig, model: GLM5, loss: LossConfig, rollouts: Rollouts, directory: Path, data: str
@@ -78,6 +84,19 @@ class BatchedLearner(Learner):
             old_BT = self.score(rows) if part else None
             batches.append(Batch(rows, len(trajectories), old_BT))
         return self.learn(batches)
+
+    def page(self, groups: Sequence[Group], prepare: Prepare | None = None) -> None:
+        """Show these groups, if it is their step's turn. prepare: as in `learn_groups`."""
+        if not self.pages or self.finished_steps % self.pages:
+            return
+        trajectories: list[Trajectory] = []
+        for group in groups:
+            trajectories += group.trajectories(len(trajectories), self.rollouts.config.temperature)
+        rewards = [group.samples[i].reward for group in groups for i in group.learned]
+        rows = self.rows(trajectories)
+        rows = prepare(rows, groups) if prepare else rows
+        path, title = self.directory / "rollouts.html", f"Rollouts of step {self.finished_steps + 1}"
+        write_page(path, title, rows, self.model, self.rollouts.tokenizer, rewards, self.ranks)
 
     def score(self, rows: PolicyRows) -> Tensor:
         """log π of every action under the weights of now: see `update.score`."""

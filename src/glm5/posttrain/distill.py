@@ -110,6 +110,8 @@ class Distiller(BatchedLearner):
             group.advantages = dict.fromkeys(range(len(group.samples)), 0.0)
             group.copies = dict.fromkeys(group.advantages, 1)
         self.divergence: dict[str, list[float]] = {}
+        self.page(groups[:4], self.taught)
+        self.divergence.clear()
         metrics = {**figures(groups), **self.learn_groups(groups, self.taught)}
         for domain, (total, tokens) in self.divergence.items():
             metrics[f"reverse_kl/{domain}"] = total / max(1.0, tokens)
@@ -241,7 +243,7 @@ def distill(config: DistillConfig, say: Say = print) -> Distilled:
             teachers = ranks.together(lambda: load_teachers(config, domains, str(model.device)))
             ranks.on_main(lambda: keep_teachers(config, teachers))
             learner = Distiller(config.learn, model, config.loss, rollouts, Path(config.run), digest(prompts.train))
-            learner.order, learner.teachers = prompts.order, teachers
+            learner.order, learner.teachers, learner.pages = prompts.order, teachers, config.page_every
             if config.divergence == "full":
                 read = [t if isinstance(t, GLM5) else None for t in teachers.values()]
                 learner.update = DivergenceUpdate(learner.update, read, config.top)

@@ -34,13 +34,14 @@ def write_page(
     rows: PolicyRows,
     model: GLM5,
     tokenizer: Tokenizer,
-    rewards: Sequence[float],
+    rewards: Sequence[float | None],
     ranks: Ranks | None = None,
 ) -> None:
     """Write the page.
 
     Args:
-        rows: of rollouts that are numbered from 0. model: the weights that drew them. rewards: of each rollout.
+        rows: of rollouts that are numbered from 0. model: the weights that drew them. rewards: of each rollout, None
+            where nobody judged.
         ranks: over which the model lies; all call this, and the main one writes.
     """
     ranks = ranks or Ranks()
@@ -56,10 +57,10 @@ def write_page(
         if rows.mask_BT[place]:
             engine, trainer = float(rows.logprobs_BT[place]), float(trainer_BT[place])
             advantage, entropy = float(rows.advantages_BT[place]), float(entropy_BT[place])
-            reward = rewards[int(rows.rollout_BT[place])]
+            reward = _shown(rewards[int(rows.rollout_BT[place])])
             tip = (
                 f"log-probability {trainer:.4f}, engine {engine:.4f}, ratio {math.exp(trainer - engine):.4f}, "
-                f"entropy {entropy:.3f}, advantage {advantage:.3f}, reward {reward:g}, mask 1"
+                f"entropy {entropy:.3f}, advantage {advantage:.3f}, reward {reward}, mask 1"
             )
             colour = f"hsla({120 if advantage > 0 else 0},70%,60%,{0.15 + 0.6 * min(1.0, entropy):.2f})"
             shown = f'<span style="background:{colour}" title="{tip}">{text}</span>'
@@ -67,10 +68,14 @@ def write_page(
             shown = f"<span class=given>{text}</span>"
         tokens[int(rows.rollout_BT[place])].append(shown)
     body = "\n".join(
-        f"<h2>Rollout {n}, reward {rewards[n]:g}</h2><pre>{''.join(shown)}</pre>" for n, shown in tokens.items()
+        f"<h2>Rollout {n}, reward {_shown(rewards[n])}</h2><pre>{''.join(shown)}</pre>" for n, shown in tokens.items()
     )
     head = f"<!doctype html><meta charset=utf-8><title>{escape(title)}</title><style>{_STYLE}</style>"
     ranks.on_main(lambda: write_text(path, f"{head}<h1>{escape(title)}</h1><p>{_LEGEND}</p>\n{body}\n"))
+
+
+def _shown(reward: float | None) -> str:
+    return "none" if reward is None else f"{reward:g}"
 
 
 def _spread(rows: PolicyRows, values_A: Tensor) -> Tensor:

@@ -25,10 +25,8 @@ from glm5.posttrain.batched import BatchedLearner, digest
 from glm5.posttrain.learner import MAY_DIFFER, LearnConfig, Learner
 from glm5.posttrain.losses import LossConfig, glm5_reasoning
 from glm5.posttrain.outcome import State
-from glm5.posttrain.page import write_page
 from glm5.posttrain.prompts import Difficulty, Prompt, PromptOrder, prompts_from_rows, read_prompts, require_unique
 from glm5.posttrain.rollouts import Group, RolloutConfig, Rollouts, figures
-from glm5.posttrain.rows import Trajectory
 from glm5.posttrain.verify import gym
 from glm5.posttrain.verify.pool import VerifierPool
 from glm5.text.tokenizer import load_tokenizer
@@ -205,28 +203,15 @@ class Reasoner(BatchedLearner):
     """A learner whose steps are of verified groups."""
 
     order: PromptOrder
-    pages: int = 0
 
     def draw(self) -> tuple[dict[str, Any], Sequence[Group]]:
         groups = self.rollouts.collect(self.order.prompts, self.ledger.next)
         kept = [g for g in groups if g.state is State.TRAINED]
         metrics: dict[str, Any] = {**figures(groups), "groups": len(kept)}
         if kept:
-            if self.pages and self.finished_steps % self.pages == 0:
-                self._page(kept[:2])
+            self.page(kept[:2])
             metrics |= self.learn_groups(kept)
         return metrics, groups
-
-    def _page(self, groups: Sequence[Group]) -> None:
-        trajectories: list[Trajectory] = []
-        rewards: list[float] = []
-        for group in groups:
-            trajectories += group.trajectories(len(trajectories), self.rollouts.config.temperature)
-            rewards += [group.samples[i].reward or 0.0 for i in group.learned]
-        title = f"Rollouts of step {self.finished_steps + 1}"
-        path = self.directory / "rollouts.html"
-        rows, tokenizer = self.rows(trajectories), self.rollouts.tokenizer
-        write_page(path, title, rows, self.model, tokenizer, rewards, self.ranks)
 
 
 def resolve(config: ReasonConfig) -> tuple[ReasonConfig, ModelConfig]:
