@@ -7,7 +7,7 @@
 A TASK is a generator of reasoning-gym with its options, as `glm5 rl reason --prompts.tasks` takes it. A model of the
 preset's parts (--hidden, --layers and --experts change its size) is fine-tuned, briefly, on answers of two qualities:
 right ones, and careless ones (--careless is their share) that do half of the work: the word as it stands for the word
-spelled backward, the number of animals for that of their legs. So it can do the tasks, and mostly does not. Stage 1
+spelled backward, the number of animals for that of their legs. So it can do the tasks, and often does not. Stage 1
 learns the first kinds by `glm5 rl reason`, stage 2 goes on from there with the second ones alone, and `glm5 distill`
 begins with stage 2's model and has stage 1's as the teacher of the first kinds, its own of the second. Success is that
 of greedy answers to held-out tasks, by reasoning-gym's own verifiers; no stage has seen these tasks. All runs are made
@@ -49,6 +49,8 @@ SECOND = ('leg_counting:{"min_animals":1,"max_animals":1,"min_instances":1,"max_
 CARELESS: dict[str, Callable[[Mapping[str, Any]], str]] = {
     "spell_backward": lambda metadata: metadata["word"],
     "leg_counting": lambda metadata: str(sum(metadata["animals"].values())),
+    "word_sequence_reversal": lambda metadata: ", ".join(metadata["words"]),
+    "chain_sum": lambda metadata: metadata["expression"].split()[0],
 }
 STAGES = ("sft", "first", "second", "distill")
 CURVES = (
