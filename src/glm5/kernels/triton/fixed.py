@@ -45,29 +45,30 @@ SHARE = 256  # positions of a share of attention
 PARTS_UP_TO = 2**27  # numbers of the shares' results at a time
 
 
-@triton.jit
+# Compiled alike for all numbers of rows and shares: a compilation for each would take a server minutes.
+@triton.jit(do_not_specialize=["rows", "shares"])
 def _linear(
-    x_ptr, w_ptr, bias_ptr, out_ptr, rows, columns, K, x_stride,
-    SHARE: tl.constexpr, SHARES: tl.constexpr, APART: tl.constexpr, BIAS: tl.constexpr,
+    x_ptr, w_ptr, bias_ptr, out_ptr, rows, columns, K, x_stride, share, shares,
+    APART: tl.constexpr, BIAS: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP: tl.constexpr,
 ):  # fmt: skip
-    """x w^T: SHARES sums of SHARE columns each, added in their order, or, APART, one of them to out[share] in fp32."""
+    """x w^T: `shares` sums of `share` columns each, added in their order, or, APART, one of them to out[i] in fp32."""
     tiles_m = tl.cdiv(rows, BLOCK_M)
     in_group = GROUP * tl.cdiv(columns, BLOCK_N)
     first = tl.program_id(0) // in_group * GROUP  # tiles of rows that share weights run side by side
     size = tl.minimum(tiles_m - first, GROUP)
     row_M = (first + tl.program_id(0) % in_group % size) * BLOCK_M + tl.arange(0, BLOCK_M)
     col_N = tl.program_id(0) % in_group // size * BLOCK_N + tl.arange(0, BLOCK_N)
-    begin = tl.program_id(1) * SHARE if APART else 0
+    begin = tl.program_id(1) * share if APART else 0
     col_K = begin + tl.arange(0, BLOCK_K)
     real_M = (row_M < rows)[:, None]
     real_N = (col_N < columns)[:, None]
     x_MK = x_ptr + row_M[:, None].to(tl.int64) * x_stride + col_K[None, :]
     w_NK = w_ptr + col_N[:, None].to(tl.int64) * K + col_K[None, :]
     total_MN = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
-    for share in range(1 if APART else SHARES):
+    for i in range(1 if APART else shares):
         acc_MN = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
-        for k in range(share * SHARE, share * SHARE + SHARE, BLOCK_K):
+        for k in range(i * share, i * share + share, BLOCK_K):
             inside = (col_K < K - k)[None, :]
             x = tl.load(x_MK + k, mask=real_M & inside, other=0.0)
             w = tl.load(w_NK + k, mask=real_N & inside, other=0.0)
@@ -81,15 +82,13 @@ def _linear(
     tl.store(target, total_MN.to(out_ptr.dtype.element_ty), mask=real_M & (col_N < columns)[None, :])
 
 
-@triton.jit
-def _add_shares(
-    part_ptr, bias_ptr, out_ptr, numbers, columns, SHARES: tl.constexpr, BIAS: tl.constexpr, BLOCK: tl.constexpr
-):
+@triton.jit(do_not_specialize=["shares"])
+def _add_shares(part_ptr, bias_ptr, out_ptr, numbers, columns, shares, BIAS: tl.constexpr, BLOCK: tl.constexpr):
     at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     inside = at < numbers
     total = tl.zeros([BLOCK], tl.float32)
-    for share in tl.static_range(SHARES):
-        total += tl.load(part_ptr + share * numbers + at, mask=inside, other=0.0)
+    for i in range(shares):
+        total += tl.load(part_ptr + i * numbers + at, mask=inside, other=0.0)
     if BIAS:
         total += tl.load(bias_ptr + at % columns, mask=inside, other=0.0).to(tl.float32)
     tl.store(out_ptr + at, total.to(out_ptr.dtype.element_ty), mask=inside)
@@ -117,12 +116,12 @@ def linear(x: Tensor, weight_OK: Tensor, bias_O: Tensor | None = None) -> Tensor
         into = rows.new_empty(shares, count, columns, dtype=torch.float32) if apart else out
         tiles = triton.cdiv(count, tile["BLOCK_M"]) * triton.cdiv(columns, tile["BLOCK_N"])
         _linear[tiles, shares if apart else 1](
-            rows, weight_OK, bias, into, count, columns, width, rows.stride(0),
-            SHARE=share, SHARES=shares, APART=apart, BIAS=bias_O is not None, **tile,
+            rows, weight_OK, bias, into, count, columns, width, rows.stride(0), share, shares,
+            APART=apart, BIAS=bias_O is not None, **tile,
         )  # fmt: skip
         if apart:
             _add_shares[(triton.cdiv(out.numel(), 1024),)](
-                into, bias, out, out.numel(), columns, SHARES=shares, BIAS=bias_O is not None, BLOCK=1024
+                into, bias, out, out.numel(), columns, shares, BIAS=bias_O is not None, BLOCK=1024
             )
     return out.view(*x.shape[:-1], columns)
 
