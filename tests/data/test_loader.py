@@ -115,6 +115,18 @@ def test_batches_are_what_packing_promises(dataset: TokenDataset) -> None:
         dataset.batch([dataset.rows])
 
 
+def test_rows_of_one_document_come_first(dataset: TokenDataset) -> None:
+    batch = dataset.batch(range(dataset.rows - 1, -1, -1))
+    ordered = batch.whole_first()
+    kinds = [bool(first_T.any()) for first_T in ordered.first_BT]
+    assert kinds == sorted(kinds)
+    assert len(set(kinds)) == 2
+    for name in ("ids_BS", "document_BS", "position_BT"):
+        before, after = getattr(batch, name).tolist(), getattr(ordered, name).tolist()
+        assert after != before
+        assert sorted(after) == sorted(before)
+
+
 def test_many_shards_hold_the_same(tmp_path: Path) -> None:
     one = write_tokens(corpus(), CharTokenizer(), tmp_path / "one")
     many = write_tokens(corpus(), CharTokenizer(), tmp_path / "many", shard_tokens=50)

@@ -258,18 +258,21 @@ def test_documents_are_separate_rows() -> None:
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="fused attention of packed documents: no CUDA device")
+@pytest.mark.parametrize("whole", [0, 2])
 @pytest.mark.parametrize(("width", "value"), [(256, 256), (192, 128), (64, 80), (20, 12)])
-def test_documents_by_the_fused_kernel(width: int, value: int) -> None:
-    """Half precision on a GPU: documents of many lengths, padding, and ends that see nothing; values and gradients."""
+def test_documents_by_the_fused_kernel(width: int, value: int, whole: int) -> None:
+    """Half precision on a GPU: documents of many lengths, padding, and ends that see nothing, behind rows of one
+    document; values and gradients."""
     generator = torch.Generator(device="cuda").manual_seed(0)
-    first = torch.zeros(2, 300, dtype=torch.int64, device="cuda")
-    for row, starts in enumerate(([0, 7, 8, 100, 260], [0, 150])):
+    rows = whole + 2
+    first = torch.zeros(rows, 300, dtype=torch.int64, device="cuda")
+    for row, starts in enumerate(([0, 7, 8, 100, 260], [0, 150]), whole):
         for start in starts:
             first[row, start:] = start
-    first[0, 290:], first[1, 148:150] = 300, 300
+    first[-2, 290:], first[-1, 148:150] = 300, 300
     visible = Visibility.documents(first)
-    q, k, v = (torch.randn(2, 300, 4, w, generator=generator, device="cuda") for w in (width, width, value))
-    grad = torch.randn(2, 300, 4, value, generator=generator, device="cuda").bfloat16()
+    q, k, v = (torch.randn(rows, 300, 4, w, generator=generator, device="cuda") for w in (width, width, value))
+    grad = torch.randn(rows, 300, 4, value, generator=generator, device="cuda").bfloat16()
     half = [x.bfloat16().requires_grad_() for x in (q, k, v)]
     out = dense_attention(*half, visible, SCALE)
     assert attention._flash_takes(*half)

@@ -58,3 +58,12 @@ def test_segments_of_packed_rows() -> None:
     assert edges.dtype == torch.int32
     assert (longest, padded) == (5, True)
     assert not Visibility.documents(torch.tensor([[0, 0, 2, 2]])).segments[2]
+
+
+def test_rows_of_one_document_that_come_first() -> None:
+    visible = Visibility.documents(torch.tensor([[0, 0, 0], [0, 0, 0], [0, 0, 2], [0, 0, 0]]))
+    whole, others = visible.whole_first
+    assert whole == 2
+    assert others.packed
+    assert torch.equal(others.mask_BTS(), visible.mask_BTS()[2:])
+    assert others.whole_first[0] == 0

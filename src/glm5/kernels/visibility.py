@@ -81,6 +81,13 @@ class Visibility:
         return edges.to(torch.int32), longest, bool(padded)
 
     @cached_property
+    def whole_first(self) -> tuple[int, Visibility]:
+        """Of packed rows: how many at the beginning are of one document each, and what the rows after them see. Made
+        once for all layers of a call; waits for the device."""
+        whole = int((self.first_BT == 0).all(1).long().cumprod(0).sum())
+        return whole, Visibility(self.first_BT[whole:], self.last_BT[whole:], self.slots, packed=True)
+
+    @cached_property
     def positions_BTK(self) -> Tensor:
         """All slots that each query sees, as a selection: int32 [B, T, slots], ascending, then -1. Made once a call."""
         slot_BTK = self.first_BT[..., None] + torch.arange(self.slots, device=self.last_BT.device)

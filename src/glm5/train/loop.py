@@ -259,6 +259,8 @@ class Trainer:
             numbers = numbers[in_turn(dataset.work(numbers, self.cost), self.ranks.count("dp"))]
         numbers = self.ranks.share(numbers)
         batches = [dataset.batch(numbers[i : i + size]) for i in range(0, len(numbers), size)]
+        if device.type == "cuda" and self.config.mtp_share == 1:  # which otherwise takes rows by their place
+            batches = [b.whole_first() for b in batches]
         return [self.ranks.shared(Rows.of(b, device), b, self.cost) for b in batches]
 
     def _clip(self) -> float:
