@@ -7,12 +7,13 @@ import random
 from dataclasses import replace
 from typing import Any
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from glm5.serve.gateway.session import Session, in_order_of_calls
-from glm5.serve.gateway.turn import Turn
-from glm5.serve.request import Request, SamplingParams
+from glm5.serve.gateway.turn import Packed, Turn
+from glm5.serve.request import Request, SamplingParams, TokenInfo
 from glm5.text.chat import render
 from glm5.text.events import fold
 from glm5.text.messages import Message, Tool, ToolCall
@@ -141,6 +142,19 @@ def test_faithful_agents_have_one_trajectory(seed: int) -> None:
         assert trajectory["turns"] == list(range(6))
 
     asyncio.run(go())
+
+
+def test_figures_that_are_packed_are_what_they_were() -> None:
+    plain = [TokenInfo(-0.1 * i, kept_logprob=-0.01 * i) for i in range(5)]
+    full = [TokenInfo(-1.5, ((3, -1.5), (4, -2.0)), (3, 4), -0.25), TokenInfo(-2.5)]
+    for infos in ([], plain, full, [*plain, *full]):
+        packed = Packed(infos)
+        assert list(packed) == infos
+        assert [packed[i] for i in range(len(infos))] == infos
+        assert packed[1:4] == infos[1:4]
+        assert packed[-1:] == infos[-1:]
+    with pytest.raises(IndexError):
+        Packed(full)[2]
 
 
 def test_results_without_ids_or_of_other_calls_stay_where_they_are() -> None:

@@ -199,7 +199,7 @@ class Session:
     def _end(self, turn: Turn) -> None:
         """Let later requests find a turn that is complete."""
         key = self._keys.pop(turn)
-        turn.forget_prompt()
+        turn.pack()
         if turn.failure is not None:
             return
         ids = turn.ids()

@@ -8,14 +8,15 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable
+from array import array
+from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, overload
 
 from glm5.serve.client import Stream
 from glm5.serve.http.conversation import Reply
 from glm5.serve.http.errors import ApiError
-from glm5.serve.request import Delta, Request
+from glm5.serve.request import Delta, Request, TokenInfo
 from glm5.utils.outcome import Outcome
 
 
@@ -178,11 +179,14 @@ class Turn:
         if not self._listeners and not self.over:
             self._alarm = asyncio.get_running_loop().call_later(self._grace_s, self.cancel)
 
-    def forget_prompt(self) -> None:
-        """Let go of the request's copy of all ids before: they are there once, turn by turn."""
-        request = replace(self.reply.answer.request, input_ids=())
-        self.reply.answer.request = request
-        self.reply.conversation = replace(self.reply.conversation, request=request)
+    def pack(self) -> None:
+        """Be small, once nothing more comes. The request's copy of all ids before goes: they are there once, turn by
+        turn."""
+        answer = self.reply.answer
+        answer.request = replace(answer.request, input_ids=())
+        self.reply.conversation = replace(self.reply.conversation, request=answer.request)
+        answer.info = Packed(answer.info)  # type: ignore[assignment]
+        self._deltas = [replace(d, info=Packed(d.info)) if d.info else d for d in self._deltas]  # type: ignore[arg-type]
 
     # -------------------------------------------------------------------------------------------------- told
     def to_json(self) -> dict[str, Any]:
@@ -207,6 +211,32 @@ class Turn:
             "first_token": self.first_at,
             "ended": self.ended_at,
         }
+
+
+class Packed(Sequence[TokenInfo]):
+    """Figures of many ids in few objects. Python looks through all objects that are kept, again and again, while
+    everybody waits: with one for each id of thousands of turns this takes seconds."""
+
+    __slots__ = ("_kept_logprobs", "_logprobs", "_rest")
+
+    def __init__(self, infos: Sequence[TokenInfo]) -> None:
+        self._logprobs = array("d", (one.logprob for one in infos))
+        self._kept_logprobs = array("d", (one.kept_logprob for one in infos))
+        plain = all(one.kept is None and not one.top for one in infos)
+        self._rest = None if plain else tuple((one.top, one.kept) for one in infos)
+
+    def __len__(self) -> int:
+        return len(self._logprobs)
+
+    @overload
+    def __getitem__(self, at: int) -> TokenInfo: ...
+    @overload
+    def __getitem__(self, at: slice) -> list[TokenInfo]: ...
+    def __getitem__(self, at: int | slice) -> TokenInfo | list[TokenInfo]:
+        if isinstance(at, slice):
+            return [self[i] for i in range(*at.indices(len(self)))]
+        top, kept = self._rest[at] if self._rest is not None else ((), None)
+        return TokenInfo(self._logprobs[at], top, kept, self._kept_logprobs[at])
 
 
 class _Listener:
