@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import json
+import os
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from test_reason import checkpoint, write_prompts
+from test_reason import SUPPORT, checkpoint, write_prompts
 
 from glm5.cli.main import main
 from glm5.posttrain.prompts import Difficulty
@@ -22,7 +23,7 @@ from glm5.utils.errors import ConfigError, DataError, UserError
 @pytest.fixture(autouse=True)
 def _one_thread(monkeypatch: pytest.MonkeyPatch) -> None:
     torch.set_num_threads(1)
-    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parents[1] / "support"))
+    monkeypatch.setenv("PYTHONPATH", SUPPORT, prepend=os.pathsep)
 
 
 def config(directory: Path, **changes: Any) -> RateConfig:

@@ -106,7 +106,7 @@ def test_a_policy_over_two_ranks_has_one_processs_gradients(mesh: str) -> None:
 
 def started(arguments: list[str]) -> subprocess.Popen[str]:
     command = [sys.executable, "-m", "glm5.cli.main", *arguments]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": SUPPORT}
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     return subprocess.Popen(
         command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment, start_new_session=True
     )
@@ -117,7 +117,7 @@ def test_the_command_on_two_processes_makes_what_one_makes_also_when_killed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     torch.set_num_threads(1)
-    monkeypatch.setenv("PYTHONPATH", SUPPORT)
+    monkeypatch.setenv("PYTHONPATH", SUPPORT, prepend=os.pathsep)
     one = config(tmp_path, learn=dict(steps=3, save_every=1), page_every=1, run=str(tmp_path / "one"))
     alone = reason(one, lambda _: None)
     spread = tmp_path / "two"
@@ -175,7 +175,7 @@ def test_meshes_that_rollouts_cannot_use_are_refused(tmp_path: Path) -> None:
 def test_the_other_loops_on_two_processes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
     """Judges and served teachers: one step's figures are those of one process, and one rank asks the judges."""
     torch.set_num_threads(1)
-    monkeypatch.setenv("PYTHONPATH", SUPPORT)
+    monkeypatch.setenv("PYTHONPATH", SUPPORT, prepend=os.pathsep)
     given: Any
     if kind == "general":
         base = checkpoint(tmp_path / "base")

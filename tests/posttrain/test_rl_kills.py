@@ -18,7 +18,7 @@ VICTIM = Path(__file__).with_name("rl_victim.py")
 @pytest.mark.parametrize("kind", ["reason", "general", "distill"])
 def test_killed_at_any_file_operation_it_ends_in_the_same_bytes(kind: str, tmp_path: Path) -> None:
     tests = VICTIM.parents[1]
-    paths = [tests, tests / "posttrain", tests / "train", tests / "support", tests.parent / "src"]
+    paths = [tests, tests / "posttrain", tests / "support", tests.parent / "src", os.environ.get("PYTHONPATH", "")]
     found = subprocess.run(
         [sys.executable, str(VICTIM), str(tmp_path), kind, "5"],
         env={**os.environ, "PYTHONPATH": os.pathsep.join(map(str, paths)), "OMP_NUM_THREADS": "1"},
