@@ -24,7 +24,7 @@ import random
 import statistics
 import tempfile
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -44,7 +44,7 @@ from glm5.utils.runlog import read_metrics
 from tuning import tuning
 
 FIRST = ('spell_backward:{"min_word_len":3,"max_word_len":4}',)
-SECOND = ('leg_counting:{"min_animals":1,"max_animals":1,"min_instances":1,"max_instances":15}',)
+SECOND = ('leg_counting:{"min_animals":1,"max_animals":1,"min_instances":1,"max_instances":5}',)
 # What somebody answers who does half of the work, by generator.
 CARELESS: dict[str, Callable[[Mapping[str, Any]], str]] = {
     "spell_backward": lambda metadata: metadata["word"],
@@ -87,20 +87,27 @@ class Seed:
         data, held = (tuple(str(self.directory / f"{n}-{part}.jsonl") for n in names) for part in ("train", "held"))
         return PromptConfig(data=data, held_out=held, held_out_count=self.args.held_out)
 
-    def base(self) -> Path:
-        """A model that has learned nothing, and its tokenizer, made from the solved tasks that are learned first."""
-        args, talk = self.args, self.directory / "talk.jsonl"
-        self.write_tasks()
-        rows, draw = [], random.Random(self.seed)  # noqa: S311
-        for prompt in prepare_prompts(self.prompts(*args.first, *args.second), self.seed).train:
-            answer = str(prompt.answer)
-            if prompt.domain in CARELESS and draw.random() < args.careless:
-                answer = CARELESS[prompt.domain](prompt.info["metadata"])
-            user = {"role": "user", "content": prompt.messages[-1].content}
-            said = {"role": "assistant", "content": answer, "thinking": False}
-            rows.append(json.dumps({"messages": [user, said]}) + "\n")
-        talk.write_text("".join(rows))
-        tokenizer = Tokenizer.train([talk.read_text()], args.vocab)
+    def answers(self) -> list[Path]:
+        """Conversations to fine-tune on, a file of each kind: several answers to each task, right or careless."""
+        draw, files = random.Random(self.seed), []  # noqa: S311
+        for spec in (*self.args.first, *self.args.second):
+            name, rows = spec.partition(":")[0], []
+            for prompt in prepare_prompts(self.prompts(spec), self.seed).train:
+                for _ in range(self.args.answers):
+                    answer = str(prompt.answer)
+                    if name in CARELESS and draw.random() < self.args.careless:
+                        answer = CARELESS[name](prompt.info["metadata"])
+                    user = {"role": "user", "content": prompt.messages[-1].content}
+                    said = {"role": "assistant", "content": answer, "thinking": False}
+                    rows.append(json.dumps({"messages": [user, said]}) + "\n")
+            files.append(self.directory / f"{name}-talk.jsonl")
+            files[-1].write_text("".join(rows))
+        return files
+
+    def base(self, files: Sequence[Path]) -> Path:
+        """A model that has learned nothing, and its tokenizer, made from what is learned first."""
+        args = self.args
+        tokenizer = Tokenizer.train([file.read_text() for file in files], args.vocab)
         sizes = dict(hidden_size=args.hidden, num_hidden_layers=args.layers, n_routed_experts=args.experts)
         shape = preset(args.preset, vocab_size=tokenizer.vocab_size, **{k: v for k, v in sizes.items() if v})
         model = GLM5(shape, seed=self.seed)
@@ -110,10 +117,13 @@ class Seed:
 
     def tuned(self) -> Path:
         args = self.args
+        self.write_tasks()
+        files = self.answers()
+        ratios = args.ratios or [1.0] * len(files)
         return sft(
             SftConfig(
-                checkpoint=str(self.base()),
-                data=(str(self.directory / "talk.jsonl"),),
+                checkpoint=str(self.base(files)),
+                data=tuple(f"{file}={ratio:g}" for file, ratio in zip(files, ratios, strict=True)),
                 run=str(self.directory / "sft"),
                 seq_len=args.seq_len,
                 device=args.device,
@@ -221,13 +231,14 @@ def main() -> None:
     parser.add_argument("--preset", default="nano")
     parser.add_argument("--device", default="cpu")
     for name, default in (
-        ("count", 3000), ("held-out", 100), ("sft-steps", 100), ("sft-rows", 4), ("rl-steps", 50),
+        ("count", 3000), ("held-out", 100), ("answers", 2), ("sft-steps", 100), ("sft-rows", 4), ("rl-steps", 50),
         ("distill-steps", 40), ("groups", 8), ("group", 8), ("longest", 16), ("vocab", 400), ("seq-len", 256),
         ("hidden", 128), ("layers", 2), ("experts", 4), ("eval-every", 10), ("micro-batch", 4), ("verifiers", 1),
     ):  # fmt: skip
         parser.add_argument(f"--{name}", type=int, default=default)
     parser.add_argument("--sft-lr", type=float, default=3e-3)
     parser.add_argument("--lr", type=float, default=5e-4)
+    parser.add_argument("--ratios", nargs="+", type=float, help="of rows of each kind to fine-tune on")
     parser.add_argument("--careless", type=float, default=0.55)
     parser.add_argument("--memory-gib", type=float, default=0.1)
     parser.add_argument("--out", help="keep the runs here")
