@@ -354,7 +354,12 @@ def bench_moe_case(table: Table, gate_up: Tensor, down: Tensor, tokens: int) -> 
     def ours(i: int, **options: object) -> object:
         return triton.grouped_swiglu(x[i], gate_up, down, expert[i], weight[i], **options)
 
+    def hopper(i: int) -> object:
+        return cuda.grouped_swiglu(x[i], gate_up, down, expert[i], weight[i], many=0)
+
     table.add("experts", f"{tokens} tokens", "ours (Triton)", ours, sets, floor, check)
+    if tokens >= 256:
+        table.add("experts", f"{tokens} tokens", "ours (CUDA)", hopper, sets, floor, check)
     if table.sweep:
         for tiles in MOE_SWEEP.get(tokens, []):
             name = f"ours {tiles[0]} {tiles[1]}".replace(" ", "")

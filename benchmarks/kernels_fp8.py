@@ -274,7 +274,12 @@ def bench_moe_case(table: Table, gate_up: Packed, down: Packed, tokens: int) -> 
     def ours(i: int, tile: tuple[int, int, int] | None = None) -> object:
         return triton.grouped_swiglu_fp8(x[i], gate_up, down, expert[i], weight[i], tile=tile)
 
+    def hopper(i: int, many: int = 0) -> object:
+        return cuda.grouped_swiglu_fp8(x[i], gate_up, down, expert[i], weight[i], many=many)
+
     table.add("experts fp8", f"{tokens} tokens", "ours (Triton)", ours, sets, floor, check)
+    if tokens >= 256:
+        table.add("experts fp8", f"{tokens} tokens", "ours (CUDA)", hopper, sets, floor, check)
     peer = deep_gemm_products(x[0], gate_up, down, expert[0]) if tokens >= 256 else None
     if peer is not None:
         call, check_peer = peer

@@ -133,11 +133,12 @@ def test_topk_of_hard_rows(slots: int, cluster: int) -> None:
     _check_topk(torch.stack(rows), 700, cluster)
 
 
-@pytest.mark.parametrize("cluster", [1, 2])
+@pytest.mark.parametrize("cluster", [1, 2, 8])
 def test_topk_respects_bounds_and_strides(cluster: int) -> None:
     generator = _generator(11)
     wide = torch.randn(40, 9000, generator=generator, device="cuda")
-    for scores in (wide, wide[:, 3:8500], wide[:, :8191].contiguous()):
+    plateaus = (wide * 2).round()
+    for scores in (wide, wide[:, 3:8500], wide[:, :8191].contiguous(), plateaus, plateaus[:, 3:8500]):
         last = torch.randint(0, scores.shape[1], (40,), generator=generator, device="cuda", dtype=torch.int32)
         first = (last * torch.rand(40, generator=generator, device="cuda")).int()
         first[0], last[0] = 5, 4  # sees nothing

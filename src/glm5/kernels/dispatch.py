@@ -502,6 +502,7 @@ OPERATORS: dict[str, tuple[Fast, ...]] = {
         Fast("triton.sparse_mla_fp8", _triton, _sparse_mla_fp8, _load_sparse_mla_fp8("triton")),
     ),
     "grouped_swiglu_fp8": (
+        Fast("cuda.grouped_swiglu_fp8", _both, _experts_fp8, _load_cuda("grouped_swiglu_fp8")),
         Fast("triton.grouped_swiglu_fp8", _triton, _experts_fp8, _load_triton("grouped_swiglu_fp8")),
     ),
     "packed_matmul": (),
@@ -519,6 +520,7 @@ OPERATORS: dict[str, tuple[Fast, ...]] = {
         Fast("cpu.route", _compiler, _plain_fp32, _load_cpu("route")),
     ),
     "grouped_swiglu": (
+        Fast("cuda.grouped_swiglu", _both, _experts, _load_cuda("grouped_swiglu")),
         Fast("triton.grouped_swiglu", _triton, _plain_bf16, _load_triton("grouped_swiglu")),
         Fast("cpu.grouped_swiglu", _compiler, _cpu_experts, _load_cpu("grouped_swiglu")),
     ),

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 from glm5.kernels.cuda.build import available
 from glm5.kernels.cuda.index_scores import index_scores, index_select
+from glm5.kernels.cuda.moe import grouped_swiglu
+from glm5.kernels.cuda.moe_fp8 import grouped_swiglu_fp8
 from glm5.kernels.cuda.sparse_mla import sparse_mla
 from glm5.kernels.cuda.sparse_mla_backward import sparse_mla_backward
 from glm5.kernels.cuda.sparse_mla_target import sparse_mla_target
@@ -15,6 +17,8 @@ from glm5.kernels.cuda.topk import stable_topk
 
 __all__ = [
     "available",
+    "grouped_swiglu",
+    "grouped_swiglu_fp8",
     "index_scores",
     "index_select",
     "sparse_mla",

@@ -12,7 +12,14 @@ import torch
 
 from glm5.kernels.compile import KernelBuildError, shared_library
 
-SOURCES = ("sparse_mla.cu", "sparse_mla_backward.cu", "sparse_mla_target.cu", "topk.cu", "index_scores.cu")
+SOURCES = (
+    "sparse_mla.cu",
+    "sparse_mla_backward.cu",
+    "sparse_mla_target.cu",
+    "topk.cu",
+    "index_scores.cu",
+    "moe.cu",
+)
 HEADERS = ("hopper.cuh", "latent.cuh")
 FLAGS = ("-std=c++17", "-O3", "-Xcompiler", "-fPIC", "-gencode", "arch=compute_90a,code=sm_90a")
 

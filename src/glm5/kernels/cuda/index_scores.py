@@ -118,7 +118,9 @@ def index_select(
 
     Scores of at most `tile_bytes` exist at a time. Arguments as in `index_scores`.
     """
-    scores: Callable[..., Tensor] = index_scores if q_BTJI.shape[1] >= QUERIES else triton.index_scores
+    # The selection's launch may begin while that of the scores ends: it waits by itself.
+    early = functools.partial(triton.index_scores, early=True)
+    scores: Callable[..., Tensor] = index_scores if q_BTJI.shape[1] >= QUERIES else early
     if key_scale_BS is not None:
         scores = functools.partial(scores, key_scale_BS=key_scale_BS)
     return triton.index_select(

@@ -7,9 +7,10 @@
 //   3. the exact k-th largest key of the list is found by histograms that adapt to the range of what is left;
 //   4. winners, and ties at the k-th key, set bits in two bitmaps over positions; a prefix sum over the words admits
 //      the lowest ties and writes positions in order. The order of step 2 never shows: the result is the same always.
-// If the list overflows or falls short (heavy ties, adversarial rows), the row is done again by plain radix selection
-// over device memory: slower, equally exact. Long rows of small batches are shared by a cluster of blocks, which push
-// their lists to rank 0.
+// Where the sample shows a plateau at the threshold, only what is above it goes to the list, and if that is too little, a
+// second pass marks the plateau. If the list overflows or falls short all the same (adversarial rows), the row is done
+// again by plain radix selection over device memory: slower, equally exact. Long rows of small batches are shared by a
+// cluster of blocks, which push their lists, and their parts of a plateau, to rank 0.
 #include <cooperative_groups.h>
 #include <float.h>
 
@@ -33,7 +34,6 @@ struct Shared {
     uint32_t key[2 * kListMax];  // the list's keys, then its positions: one pointer reaches both
     uint32_t histogram[kBins];
     int warp_a[32], warp_b[32];
-    uint32_t low, high;
     int count, bin, above, in_bin;
 };
 
@@ -84,37 +84,32 @@ struct Threshold {
     int ties;
 };
 
-// The rank-th largest of n keys in shared memory, n >= rank >= 1. Stops early once at most `slack` keys too many
-// would be let in; slack 0 is exact.
-template <int kThreads> __device__ Threshold select(int n, int rank, int slack, Shared& shared) {
-    uint32_t low = 0, high = 0xFFFFFFFFu;
-    int above = 0;  // keys over `high`
+// The rank-th largest of n keys in shared memory, n >= rank >= 1, which is not below `low`; `high` guesses the largest.
+// Stops early once at most `slack` keys too many would be let in; slack 0 is exact.
+template <int kThreads> __device__ Threshold select(int n, int rank, int slack, Shared& shared, uint32_t low, uint32_t high) {
+    int above = 0;     // keys over the range
+    bool open = true;  // the last bin has no upper end
+    high = max(low, high);
     while (true) {
-        if (threadIdx.x == 0) shared.low = 0xFFFFFFFFu, shared.high = 0;
         for (int i = threadIdx.x; i < kBins; i += kThreads) shared.histogram[i] = 0;
         __syncthreads();
-        uint32_t least = 0xFFFFFFFFu, most = 0;
-        for (int i = threadIdx.x; i < n; i += kThreads) {
-            const uint32_t key = shared.key[i];
-            if (key >= low && key <= high) least = min(least, key), most = max(most, key);
-        }
-        least = __reduce_min_sync(~0u, least), most = __reduce_max_sync(~0u, most);
-        if (threadIdx.x % 32 == 0 && least <= most) atomicMin(&shared.low, least), atomicMax(&shared.high, most);
-        __syncthreads();
-        low = shared.low, high = shared.high;
         const int shift = max(0, 32 - __clz(high - low) - kBinBits);
         for (int i = threadIdx.x; i < n; i += kThreads) {
             const uint32_t key = shared.key[i];
-            if (key >= low && key <= high) atomicAdd(&shared.histogram[(key - low) >> shift], 1u);
+            if (key >= low && (open || key <= high)) atomicAdd(&shared.histogram[min((key - low) >> shift, kBins - 1u)], 1u);
         }
         __syncthreads();
         find_bin<kThreads>(rank - above, shared);
         const int need = rank - above - shared.above, found = shared.in_bin;
         const uint32_t edge = low + (static_cast<uint32_t>(shared.bin) << shift);
         if (found - need <= slack) return {edge - 1, 0};  // the whole bin is in
-        if (shift == 0) return {edge, need};
+        const uint32_t end = edge + ((1u << shift) - 1), last = end < edge ? 0xFFFFFFFFu : end;
+        const bool closed = !open;
+        open = open && shared.bin == kBins - 1;
+        if (shift == 0 && !open) return {edge, need};
         above += shared.above;
-        low = edge, high = min(high, edge + ((1u << shift) - 1));
+        low = edge;
+        high = open ? 0xFFFFFFFFu : closed ? min(high, last) : last;
         __syncthreads();
     }
 }
@@ -131,12 +126,12 @@ template <bool kAligned> __device__ __forceinline__ float4 load4(const float* ro
     return x;
 }
 
-// Calls `use(word, score)` for every word of 32 positions of a row, a warp a word; 8 loads in flight a thread, since one
+// Calls `use(word, score)` for every word of 32 positions of a row from `origin`, a warp a word; 8 loads in flight a thread, since one
 // block has the row to itself.
 template <int kThreads, typename Use>
-__device__ __forceinline__ void for_words(const float* row, int first, int last, int words, Use use) {
+__device__ __forceinline__ void for_words(const float* row, int first, int last, int origin, int words, Use use) {
     constexpr int kWarps = kThreads / 32, kAhead = 8;
-    const int lane = threadIdx.x % 32, origin = first & ~31;
+    const int lane = threadIdx.x % 32;
     for (int base = threadIdx.x / 32; base < words; base += kWarps * kAhead) {
         float x[kAhead];
 #pragma unroll
@@ -165,7 +160,7 @@ __device__ void select_slowly(const float* row, int first, int last, int k, int 
         if (threadIdx.x == 0) shared.count = 0;
         __syncthreads();
         int total = 0;
-        for_words<kThreads>(row, first, last, words, [&](int, float x) {
+        for_words<kThreads>(row, first, last, first & ~31, words, [&](int, float x) {
             const uint32_t key = to_key(x);
             const bool member = x > -INFINITY && (shift == 32 || key >> shift == prefix);
             const uint32_t bin = key >> next & ((1u << bits) - 1), members = __ballot_sync(~0u, member);
@@ -191,7 +186,7 @@ __device__ void select_slowly(const float* row, int first, int last, int k, int 
         __syncthreads();
     }
     if (!everything) threshold = {prefix, rank};
-    for_words<kThreads>(row, first, last, words, [&](int w, float x) {
+    for_words<kThreads>(row, first, last, first & ~31, words, [&](int w, float x) {
         const uint32_t key = to_key(x);
         const uint32_t above = __ballot_sync(~0u, x > -INFINITY && key > threshold.key);
         const uint32_t equal = __ballot_sync(~0u, x > -INFINITY && key == threshold.key && !everything);
@@ -208,44 +203,64 @@ __global__ void __launch_bounds__(kThreads, kCluster == 1 ? 3 : 1) stable_topk_k
     const int rank = kCluster > 1 ? static_cast<int>(hopper::cluster_rank()) : 0;
     const float* row = params.scores + n * params.stride;
     int* out = params.out + static_cast<int64_t>(n) * params.width;
+    if (threadIdx.x == 0) shared.count = 0;
+    __syncthreads();
+    if (kCluster > 1) hopper::cluster_arrive();  // rank 0's counter is ready; awaited before the pushes
+    asm volatile("griddepcontrol.wait;" ::: "memory");  // this launch may begin while the one that writes the scores ends
     const int first = params.first ? max(0, params.first[n]) : 0;
     const int last = params.last ? min(params.last[n], params.slots - 1) : params.slots - 1;
     const int span = max(0, last - first + 1), k = min(params.k, params.width);
 
-    if (threadIdx.x == 0) shared.count = 0;
-    __syncthreads();
-    if (kCluster > 1) hopper::cluster_arrive();  // rank 0's counter is ready; awaited before the pushes
-
-    const int begin4 = first / 4, end4 = span ? last / 4 + 1 : begin4, vectors = end4 - begin4;
+    const int origin = first & ~31, words = span ? (last - origin) / 32 + 1 : 0;
+    const int begin4 = origin / 4, end4 = span ? last / 4 + 1 : begin4, vectors = end4 - begin4;
     float floor = -FLT_MAX;
+    uint32_t most = 0xFF7FFFFFu;  // the largest key in the sample
+    uint32_t plateau = 0;         // the key just below the floor, if many scores have it
     if (span > kListMax) {  // step 1
         const int sample = min(kSampleMax, max(64, static_cast<int>(16LL * span / k)));  // vectors of 4
+        const float expected = 4.0f * sample * k / span;
+        const int aim = static_cast<int>(expected + 5.0f * sqrtf(expected) + 4.0f);
         int size = 0;
+        uint32_t best = 0;  // of this thread
         for (int i = threadIdx.x; i < sample; i += kThreads) {
             const int from = static_cast<int64_t>(i) * vectors / sample;
             const int stride = max(1, static_cast<int>(static_cast<int64_t>(i + 1) * vectors / sample) - from);
             const float4 x = load4<kAligned>(row, begin4 + from + (i * 2654435761u >> 8) % stride, first, last);
-            shared.key[4 * i] = to_key(x.x), shared.key[4 * i + 1] = to_key(x.y);
-            shared.key[4 * i + 2] = to_key(x.z), shared.key[4 * i + 3] = to_key(x.w);
+            const uint4 key = {to_key(x.x), to_key(x.y), to_key(x.z), to_key(x.w)};
+            *reinterpret_cast<uint4*>(shared.key + 4 * i) = key;
+            best = max(max(best, max(key.x, key.y)), max(key.z, key.w));
             size += (x.x > -INFINITY) + (x.y > -INFINITY) + (x.z > -INFINITY) + (x.w > -INFINITY);
         }
+        // So many lanes of every warp have a key that reaches its `least` that the one sought reaches all warps' least.
+        const int warps = min(kThreads / 32, (sample + 31) / 32), lanes = (aim + warps - 1) / warps;
+        most = __reduce_max_sync(~0u, best);
+        uint32_t least = static_cast<int>(threadIdx.x) / 32 < warps ? 0 : 0xFFFFFFFFu;
+        for (int i = 0; i < lanes && lanes <= 16 && least != 0xFFFFFFFFu; ++i) {
+            least = __reduce_max_sync(~0u, best);
+            const uint32_t holders = __ballot_sync(~0u, best == least);
+            if (lane == __ffs(holders) - 1) best = 0;
+        }
+        if (lane == 0) shared.warp_b[threadIdx.x / 32] = static_cast<int>(least);
+        if (lane == 0) shared.histogram[threadIdx.x / 32] = most;
         size = block_scan(size, shared.warp_a);
         if (threadIdx.x == kThreads - 1) shared.in_bin = size;
         __syncthreads();
         size = shared.in_bin;
-        const float expected = 4.0f * sample * k / span;
-        const int aim = static_cast<int>(expected + 5.0f * sqrtf(expected) + 4.0f);
+        least = __reduce_min_sync(~0u, lane < kThreads / 32 ? static_cast<uint32_t>(shared.warp_b[lane]) : 0xFFFFFFFFu);
+        most = __reduce_max_sync(~0u, lane < kThreads / 32 ? shared.histogram[lane] : 0);
+        __syncthreads();
         if (aim < size) {
-            const Threshold t = select<kThreads>(4 * sample, aim, aim / 16, shared);
-            floor = fmaxf(-FLT_MAX, from_key(t.ties ? t.key : t.key + 1));
+            const Threshold t = select<kThreads>(4 * sample, aim, aim / 16, shared, least, most);
+            floor = fmaxf(-FLT_MAX, from_key(t.key + 1));
+            plateau = t.ties && floor > -FLT_MAX ? t.key : 0;
         }
         __syncthreads();
     }
 
     // Step 2. This block's share of the vectors, 4 in flight per thread. A block alone on its multiprocessor requests the
     // next 4 before it uses these; elsewhere the neighbours keep memory busy, and registers are better spent on them.
-    const int share = (vectors + kCluster - 1) / kCluster;
-    const int from = begin4 + share * rank, to = min(end4, from + share);
+    const int share = ((words + kCluster - 1) / kCluster) * 8;  // whole words of 32 positions
+    const int from = min(end4, begin4 + share * rank), to = min(end4, from + share);
     constexpr int kBatch = 4;
     constexpr bool kAhead = kCluster > 1;
     float4 now[kBatch], later[kBatch];
@@ -307,21 +322,43 @@ __global__ void __launch_bounds__(kThreads, kCluster == 1 ? 3 : 1) stable_topk_k
         }
         hopper::cluster_arrive();
         hopper::cluster_wait();
-        if (rank != 0) return;
+        if (rank != 0 && !plateau) return;
     }
 
-    const int size = shared.count, origin = first & ~31;
-    const int words = span ? (last - origin) / 32 + 1 : 0;
+    const int size = kCluster > 1 ? cg::this_cluster().map_shared_rank(&shared, 0)->count : shared.count;
+    if (kCluster > 1 && plateau) hopper::cluster_arrive(), hopper::cluster_wait();  // all know it before it changes
     const int each = (words + kThreads - 1) / kThreads | 1;  // words a thread; odd, so that threads meet distinct banks
     uint32_t* won = reinterpret_cast<uint32_t*>(raw + sizeof(Shared));
     uint32_t* tied = won + words;
     Threshold threshold = {0, 0};
+    bool slowly = size > kListMax || (size < k && floor > -FLT_MAX);
+    if (plateau && size < k) {
+        uint32_t* tied_of_lead = kCluster > 1 ? cg::this_cluster().map_shared_rank(tied, 0) : tied;
+        const int word = (from - begin4) / 8, count = (to - from + 7) / 8;
+        for_words<kThreads>(row + 32 * word, first - 32 * word, last - 32 * word, origin, count, [&](int w, float x) {
+            const uint32_t equal = __ballot_sync(~0u, x > -INFINITY && to_key(x) == plateau);
+            if (lane == 0) tied_of_lead[word + w] = equal;
+        });
+        if (kCluster > 1) hopper::cluster_arrive(), hopper::cluster_wait();
+        threshold = {plateau, k - size};
+    }
+    if (rank != 0) return;
     __syncthreads();
-    if (size > kListMax || (size < k && floor > -FLT_MAX)) {
-        select_slowly<kThreads>(row, first, last, k, words, won, tied, shared, threshold);
-    } else {
+    if (plateau && size < k) {
+        int ties = 0;
+        for (int w = threadIdx.x; w < words; w += kThreads) won[w] = 0, ties += __popc(tied[w]);
+        ties = block_scan(ties, shared.warp_a);
+        if (threadIdx.x == kThreads - 1) shared.in_bin = ties;
+        __syncthreads();
+        slowly = shared.in_bin < k - size;
+        for (int i = threadIdx.x; i < size && !slowly; i += kThreads) {
+            const uint32_t at = shared.key[kListMax + i] - origin;
+            atomicOr(won + at / 32, 1u << at % 32);
+        }
+        __syncthreads();
+    } else if (!slowly) {
         for (int i = threadIdx.x; i < 2 * words; i += kThreads) won[i] = 0;
-        if (size > k) threshold = select<kThreads>(size, k, 0, shared);  // step 3
+        if (size > k) threshold = select<kThreads>(size, k, 0, shared, to_key(floor), most);  // step 3
         __syncthreads();
         for (int i = threadIdx.x; i < size; i += kThreads) {  // step 4
             const uint32_t key = shared.key[i], at = shared.key[kListMax + i] - origin;
@@ -329,6 +366,7 @@ __global__ void __launch_bounds__(kThreads, kCluster == 1 ? 3 : 1) stable_topk_k
         }
         __syncthreads();
     }
+    if (slowly) select_slowly<kThreads>(row, first, last, k, words, won, tied, shared, threshold);
     int wins = 0, ties = 0;
     const int word0 = threadIdx.x * each;
     for (int w = word0; w < min(words, word0 + each); ++w) wins += __popc(won[w]), ties += __popc(tied[w]);
@@ -355,16 +393,18 @@ template <int kCluster, int kThreads, bool kAligned> int launch(const Params& pa
     cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes);
     cudaFuncSetAttribute(kernel, cudaFuncAttributePreferredSharedMemoryCarveout, cudaSharedmemCarveoutMaxShared);
     cudaFuncSetAttribute(kernel, cudaFuncAttributeNonPortableClusterSizeAllowed, 1);
-    cudaLaunchAttribute cluster;
-    cluster.id = cudaLaunchAttributeClusterDimension;
-    cluster.val.clusterDim = {kCluster, 1, 1};
+    cudaLaunchAttribute attributes[2];
+    attributes[0].id = cudaLaunchAttributeProgrammaticStreamSerialization;
+    attributes[0].val.programmaticStreamSerializationAllowed = 1;
+    attributes[1].id = cudaLaunchAttributeClusterDimension;
+    attributes[1].val.clusterDim = {kCluster, 1, 1};
     cudaLaunchConfig_t config = {};
     config.gridDim = dim3(params.rows * kCluster);
     config.blockDim = dim3(kThreads);
     config.dynamicSmemBytes = bytes;
     config.stream = stream;
-    config.attrs = &cluster;
-    config.numAttrs = kCluster > 1;
+    config.attrs = attributes;
+    config.numAttrs = kCluster > 1 ? 2 : 1;
     return cudaLaunchKernelEx(&config, kernel, params);
 }
 

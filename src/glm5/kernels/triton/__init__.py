@@ -22,6 +22,7 @@ _HOME = {
     "stream_select": "glm5.kernels.triton.select",
     "grouped_swiglu": "glm5.kernels.triton.moe",
     "grouped_swiglu_fp8": "glm5.kernels.triton.moe_fp8",
+    "around_products": "glm5.kernels.triton.moe_fp8",
     "sparse_mla_fp8": "glm5.kernels.triton.mla_fp8",
     "rms_norm": "glm5.kernels.triton.basic",
     "add_rms_norm": "glm5.kernels.triton.basic",

@@ -14,6 +14,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from glm5.kernels.triton.early import begin, early
+
 FEW = 64  # tokens up to which the Triton kernel runs
 
 
@@ -22,7 +24,7 @@ def _by_head(
     x_ptr, w_ptr, out_ptr, rope_ptr, tokens,
     x_stride, x_head, w_head, w_in, w_out, out_stride, out_head, rope_stride, rope_head,
     X: tl.constexpr, Y: tl.constexpr, R: tl.constexpr,
-    BLOCK_T: tl.constexpr, BLOCK_X: tl.constexpr, BLOCK_Y: tl.constexpr,
+    BLOCK_T: tl.constexpr, BLOCK_X: tl.constexpr, BLOCK_Y: tl.constexpr, EARLY: tl.constexpr = False,
 ):  # fmt: skip
     """out[t, h, :Y] = x[t, h] W[h]; out[t, h, Y : Y + R] = rope[t, h], by the program past the last columns."""
     head = tl.program_id(0).to(tl.int64)
@@ -30,6 +32,7 @@ def _by_head(
     token_T = tl.program_id(2) * BLOCK_T + tl.arange(0, BLOCK_T)
     real_T = (token_T < tokens)[:, None]
     row_T = token_T.to(tl.int64)[:, None]
+    begin(EARLY)
     if block * BLOCK_Y >= Y:
         col_R = tl.arange(0, R)[None, :]
         value = tl.load(rope_ptr + row_T * rope_stride + head * rope_head + col_R, mask=real_T, other=0.0)
@@ -93,6 +96,6 @@ def by_head(x_NHX: Tensor, weight_HXY: Tensor, rope_NHR: Tensor | None = None) -
         x_NHX.stride(0), x_NHX.stride(1), *weight_HXY.stride(), out.stride(0), out.stride(1),
         rope.stride(0), rope.stride(1),
         X=width, Y=columns, R=max(rotary, 1), BLOCK_T=block_t, BLOCK_X=block_x, BLOCK_Y=block_y,
-        num_warps=4, num_stages=3,
+        num_warps=4, num_stages=3, **early(x_NHX),
     )  # fmt: skip
     return out

@@ -15,11 +15,13 @@ import triton.language as tl
 from torch import Tensor
 
 from glm5.kernels.basic import side_by_side
+from glm5.kernels.triton.early import begin, early
 from glm5.kernels.triton.row import is_row, row_product
 
 
 @triton.jit
-def _rms_norm(x_ptr, gain_ptr, out_ptr, x_stride, eps, D: tl.constexpr, BLOCK: tl.constexpr):
+def _rms_norm(x_ptr, gain_ptr, out_ptr, x_stride, eps, D: tl.constexpr, BLOCK: tl.constexpr, EARLY: tl.constexpr):
+    begin(EARLY)
     row = tl.program_id(0).to(tl.int64)
     col = tl.arange(0, BLOCK)
     real = col < D
@@ -38,12 +40,17 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     if rows.shape[0]:
         block = triton.next_power_of_2(width)
         warps = min(8, max(1, block // 512))
-        _rms_norm[(rows.shape[0],)](rows, weight, out, rows.stride(0), eps, D=width, BLOCK=block, num_warps=warps)
+        _rms_norm[(rows.shape[0],)](
+            rows, weight, out, rows.stride(0), eps, D=width, BLOCK=block, num_warps=warps, **early(x)
+        )
     return out
 
 
 @triton.jit
-def _add_rms_norm(x_ptr, y_ptr, gain_ptr, sum_ptr, out_ptr, eps, D: tl.constexpr, BLOCK: tl.constexpr):
+def _add_rms_norm(
+    x_ptr, y_ptr, gain_ptr, sum_ptr, out_ptr, eps, D: tl.constexpr, BLOCK: tl.constexpr, EARLY: tl.constexpr
+):
+    begin(EARLY)
     row = tl.program_id(0).to(tl.int64)
     col = tl.arange(0, BLOCK)
     real = col < D
@@ -64,15 +71,18 @@ def add_rms_norm(x: Tensor, y: Tensor, weight: Tensor, eps: float) -> tuple[Tens
     if x.numel():
         block = triton.next_power_of_2(width)
         warps = min(8, max(1, block // 512))
-        _add_rms_norm[(x.numel() // width,)](x, y, weight, total, out, eps, D=width, BLOCK=block, num_warps=warps)
+        _add_rms_norm[(x.numel() // width,)](
+            x, y, weight, total, out, eps, D=width, BLOCK=block, num_warps=warps, **early(x)
+        )
     return total, out
 
 
 @triton.jit
 def _store(
     row_ptr, a_ptr, a_new_ptr, b_ptr, b_new_ptr, a_stride, a_new_stride, b_stride, b_new_stride,
-    A: tl.constexpr, B: tl.constexpr, BLOCK_A: tl.constexpr, BLOCK_B: tl.constexpr,
+    A: tl.constexpr, B: tl.constexpr, BLOCK_A: tl.constexpr, BLOCK_B: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
+    begin(EARLY)
     new = tl.program_id(0).to(tl.int64)
     row = tl.load(row_ptr + new)
     col = tl.arange(0, BLOCK_A)
@@ -90,7 +100,7 @@ def store(row_N: Tensor, *pools: tuple[Tensor, Tensor]) -> None:
         _store[(row_N.numel(),)](
             row_N, a, a_new, b, b_new, a.stride(0), a_new.stride(0), b.stride(0), b_new.stride(0),
             A=a.shape[1], B=b.shape[1], BLOCK_A=triton.next_power_of_2(a.shape[1]),
-            BLOCK_B=triton.next_power_of_2(b.shape[1]), num_warps=2,
+            BLOCK_B=triton.next_power_of_2(b.shape[1]), num_warps=2, **early(a),
         )  # fmt: skip
 
 

@@ -17,6 +17,7 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.language.extra.cuda import gdc_launch_dependents
 
 from glm5.kernels.pages import Pages
 from glm5.kernels.triton.scoring import score_tile
@@ -29,8 +30,10 @@ def _scores(
     q_batch_stride, q_stride, q_head_stride, w_batch_stride, w_stride, k_batch_stride, k_stride,
     scale_batch_stride, scale_stride, out_stride,
     J: tl.constexpr, I: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_S: tl.constexpr, FILL: tl.constexpr,
-    SCALED: tl.constexpr, PAGE: tl.constexpr,
+    SCALED: tl.constexpr, PAGE: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
+    if EARLY:
+        gdc_launch_dependents()
     group = tl.program_id(0)
     part = tl.program_id(1)
     batch = tl.program_id(2).to(tl.int64)
@@ -98,6 +101,7 @@ def index_scores(
     programs: int = 132 * 2,
     pages: Pages | None = None,
     key_scale_BS: Tensor | None = None,
+    early: bool = False,
 ) -> Tensor:
     """Index scores fp32 [B, T, S], -inf outside each query's interval.
 
@@ -111,6 +115,7 @@ def index_scores(
         pages: k_BSI is a pool [1, R, I], and a sequence's keys are where they say; S is then the slots of its row of
             the table.
         key_scale_BS: fp32 [B, S] (with pages [1, R]), of keys in e4m3; each score is multiplied by its key's.
+        early: let the next launch begin before this one ends, if it asks for that: it must wait before it reads.
 
     Raises:
         ValueError: widths or strides that the kernel does not take.
@@ -129,7 +134,7 @@ def index_scores(
         return out
     decode = queries * heads <= 64
     block_q = block_q or (max(1, triton.next_power_of_2(queries)) if decode else max(1, 128 // heads))
-    block_s = block_s or 128
+    block_s = block_s or (256 if queries * heads <= 32 and key_scale_BS is not None else 128)
     warps, stages = warps or 4, stages or (3 if decode else 2)
     groups, tiles = triton.cdiv(queries, block_q), triton.cdiv(slots, block_s)
     parts = max(1, min(tiles, programs // (groups * batch)))
@@ -142,7 +147,7 @@ def index_scores(
         k_BSI.stride(0) if pages is None else 0, k_BSI.stride(1),
         scale.stride(0) if pages is None else 0, scale.stride(1), slots,
         J=heads, I=width, BLOCK_Q=block_q, BLOCK_S=block_s, FILL=fill, SCALED=key_scale_BS is not None,
-        PAGE=0 if pages is None else pages.size,
+        PAGE=0 if pages is None else pages.size, EARLY=early,
         num_warps=warps, num_stages=stages,
     )  # fmt: skip
     return out

@@ -173,7 +173,7 @@ def grouped_swiglu(
         wide = tiles is None and first[0] >= 128 and inner * x_ND.element_size() % 16 == 0
     tail = min(TAIL, first[0])
     pairs, block_m, padded = tokens * choices, first[0], triton.next_power_of_2(experts)
-    offset, pair = segments(expert_NM, experts)
+    offset, pair, _ = segments(expert_NM, experts)
     hidden = x_ND.new_empty(pairs, inner)
     part = x_ND.new_empty(pairs, width)
     most = min(pairs, pairs // block_m + experts)  # tiles of tokens, each expert's last one partly filled

@@ -12,6 +12,8 @@ Read next: `glm5.kernels.moe_fp8`, the specification; `moe`.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 import triton
 import triton.language as tl
@@ -37,18 +39,19 @@ def _round(x, AXIS: tl.constexpr):
 
 @triton.jit
 def _round_rows(
-    x_ptr, pair_ptr, out_ptr, scale_ptr, rows, D, x_stride,
+    x_ptr, position_ptr, out_ptr, scale_ptr, rows, D, x_stride,
     M: tl.constexpr, G: tl.constexpr, PIECES: tl.constexpr,
 ):  # fmt: skip
-    """out[position] = x[pair[position] / M] in e4m3, scale[group, position]."""
-    position = tl.program_id(0).to(tl.int64)
-    token = (tl.load(pair_ptr + position) // M).to(tl.int64)
+    """out[position[token, m]] = x[token] in e4m3, scale[group, position]."""
+    token = tl.program_id(0).to(tl.int64)
     piece_P = tl.program_id(1) * PIECES + tl.arange(0, PIECES)
     at_PG = piece_P[:, None] * G + tl.arange(0, G)[None, :]
     x = tl.load(x_ptr + token * x_stride + at_PG, mask=at_PG < D, other=0.0).to(tl.float32)
     y, scale = _round(x, 1)
-    tl.store(out_ptr + position * D + at_PG, y, mask=at_PG < D)
-    tl.store(scale_ptr + piece_P.to(tl.int64) * rows + position, scale, mask=piece_P * G < D)
+    for m in tl.static_range(M):
+        position = tl.load(position_ptr + token * M + m).to(tl.int64)
+        tl.store(out_ptr + position * D + at_PG, y, mask=at_PG < D)
+        tl.store(scale_ptr + piece_P.to(tl.int64) * rows + position, scale, mask=piece_P * G < D)
 
 
 @triton.jit
@@ -108,18 +111,18 @@ def _down(
     tl.store(target, acc_NM.to(part_ptr.dtype.element_ty), mask=real_M[None, :])
 
 
-def round_rows(x_ND: Tensor, pair: Tensor, choices: int) -> tuple[Tensor, Tensor]:
-    """The tokens of `pair`, int32 [N M], in that order: e4m3 [N M, D], and scales by 1 x 128, fp32 [D / 128, N M].
+def round_rows(x_ND: Tensor, position_NM: Tensor) -> tuple[Tensor, Tensor]:
+    """Every token at each of its positions: e4m3 [N M, D], and scales by 1 x 128, fp32 [D / 128, N M].
 
-    x_ND: contiguous columns, D a multiple of 128. choices: M, pairs to a token.
+    x_ND: contiguous columns, D a multiple of 128.
     """
-    rows, width = len(pair), x_ND.shape[1]
-    groups = width // BLOCK
+    (tokens, choices), width = position_NM.shape, x_ND.shape[1]
+    rows, groups = tokens * choices, width // BLOCK
     values = torch.empty(rows, width, dtype=E4M3, device=x_ND.device)
     scale = torch.empty(groups, rows, dtype=torch.float32, device=x_ND.device)
     pieces = min(16, triton.next_power_of_2(groups))
-    _round_rows[(rows, triton.cdiv(groups, pieces))](
-        x_ND, pair, values, scale, rows, width, x_ND.stride(0), M=choices, G=BLOCK, PIECES=pieces
+    _round_rows[(tokens, triton.cdiv(groups, pieces))](
+        x_ND, position_NM, values, scale, rows, width, x_ND.stride(0), M=choices, G=BLOCK, PIECES=pieces
     )
     return values, scale
 
@@ -146,6 +149,44 @@ def grouped_swiglu_fp8(
     Raises:
         ValueError: a format, width or stride that the kernel does not take.
     """
+    experts, _, inner = down.values.shape
+    block_m, warps, stages = tile or _tile(expert_NM.numel() / experts)
+
+    def products(
+        x: Tensor, x_scale: Tensor, gate_up: Packed, down: Packed, offset: Tensor, pair: Tensor, part: Tensor
+    ) -> None:
+        pairs, width = x.shape
+        hidden = torch.empty(pairs, inner, dtype=E4M3, device=x.device)
+        hidden_scale = torch.empty(inner // BLOCK, pairs, dtype=torch.float32, device=x.device)
+        most = min(pairs, pairs // block_m + experts)  # tiles of tokens, each expert's last one partly filled
+        x_desc, hidden_desc = (TensorDescriptor.from_tensor(rows, [block_m, BLOCK]) for rows in (x, hidden))
+        up_desc, down_desc = (
+            TensorDescriptor.from_tensor(p.values.flatten(0, 1), [BLOCK, BLOCK]) for p in (gate_up, down)
+        )
+        sizes = dict(D=width, F=inner, E=experts, P=triton.next_power_of_2(experts), BLOCK_M=block_m, G=BLOCK)
+        sizes |= dict(num_warps=warps, num_stages=stages)
+        _gate_up[(inner // BLOCK, most)](
+            x_desc, x_scale, up_desc, gate_up.scale, offset, hidden, hidden_scale, pairs, **sizes
+        )
+        _down[(width // BLOCK, most)](
+            hidden_desc, hidden_scale, down_desc, down.scale, pair, offset, part, pairs, **sizes
+        )
+
+    return around_products(x_ND, gate_up, down, expert_NM, weight_NM, products)
+
+
+def around_products(
+    x_ND: Tensor,
+    gate_up: Packed,
+    down: Packed,
+    expert_NM: Tensor,
+    weight_NM: Tensor,
+    products: Callable[[Tensor, Tensor, Packed, Packed, Tensor, Tensor, Tensor], None],
+) -> Tensor:
+    """`grouped_swiglu_fp8` with everything but the two grouped products.
+
+    products(x, x_scale, gate_up, down, offset, pair, part): of `round_rows` and `segments`, writes part [N M, D].
+    """
     tokens, width = x_ND.shape
     experts, _, inner = down.values.shape
     choices = expert_NM.shape[1]
@@ -162,22 +203,10 @@ def grouped_swiglu_fp8(
     if tokens == 0:
         return y_ND
     expert_NM, weight_NM = expert_NM.contiguous(), weight_NM.contiguous()
-    block_m, warps, stages = tile or _tile(tokens * choices / experts)
-    pairs = tokens * choices
-    offset, pair = segments(expert_NM, experts)
-    x, x_scale = round_rows(x_ND, pair, choices)
-    hidden = torch.empty(pairs, inner, dtype=E4M3, device=x.device)
-    hidden_scale = torch.empty(inner // BLOCK, pairs, dtype=torch.float32, device=x.device)
-    part = x_ND.new_empty(pairs, width)
-    most = min(pairs, pairs // block_m + experts)  # tiles of tokens, each expert's last one partly filled
-    x_desc, hidden_desc = (TensorDescriptor.from_tensor(rows, [block_m, BLOCK]) for rows in (x, hidden))
-    up_desc, down_desc = (TensorDescriptor.from_tensor(p.values.flatten(0, 1), [BLOCK, BLOCK]) for p in (gate_up, down))
-    sizes = dict(D=width, F=inner, E=experts, P=triton.next_power_of_2(experts), BLOCK_M=block_m, G=BLOCK)
-    sizes |= dict(num_warps=warps, num_stages=stages)
-    _gate_up[(inner // BLOCK, most)](
-        x_desc, x_scale, up_desc, gate_up.scale, offset, hidden, hidden_scale, pairs, **sizes
-    )
-    _down[(width // BLOCK, most)](hidden_desc, hidden_scale, down_desc, down.scale, pair, offset, part, pairs, **sizes)
+    offset, pair, position = segments(expert_NM, experts)
+    x, x_scale = round_rows(x_ND, position)
+    part = x_ND.new_empty(tokens * choices, width)
+    products(x, x_scale, gate_up, down, offset, pair, part)
     mix(part, weight_NM, y_ND)
     return y_ND
 
@@ -188,4 +217,4 @@ def _tile(pairs_each: float) -> tuple[int, int, int]:
         return 16, 4, 4
     if pairs_each <= 16:
         return 32, 4, 4
-    return (64, 8, 4) if pairs_each <= 48 else (128, 8, 3)
+    return 64, 8, 4

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from glm5.kernels.basic import side_by_side
 from glm5.kernels.triton.basic import product, rms_norm
+from glm5.kernels.triton.early import begin, early
 from glm5.kernels.triton.row import WIDEST_NORM, is_row, row_product
 
 HEADS_EACH = 16
@@ -47,8 +48,9 @@ def _prepare(
     row_ptr, key_ptr, weight_ptr,
     up_stride, down_stride, kv_eps, k_eps, w_scale,
     H: tl.constexpr, J: tl.constexpr, N: tl.constexpr, HALF: tl.constexpr, L: tl.constexpr, I: tl.constexpr,
-    G: tl.constexpr, BLOCK_L: tl.constexpr, BLOCK_I: tl.constexpr, BLOCK_J: tl.constexpr,
+    G: tl.constexpr, BLOCK_L: tl.constexpr, BLOCK_I: tl.constexpr, BLOCK_J: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
+    begin(EARLY)
     token = tl.program_id(0).to(tl.int64)
     part = tl.program_id(1)
     rope_ptr += token * 2 * HALF
@@ -134,7 +136,7 @@ def prepare(
             q.stride(1), kv.stride(1), kv_eps, k_eps, (index * index_width) ** -0.5,
             H=main, J=index, N=nope, HALF=half, L=latent, I=index_width, G=group,
             BLOCK_L=triton.next_power_of_2(latent), BLOCK_I=triton.next_power_of_2(index_width),
-            BLOCK_J=triton.next_power_of_2(index), num_warps=4,
+            BLOCK_J=triton.next_power_of_2(index), num_warps=4, **early(q),
         )  # fmt: skip
     return q.unflatten(-1, (main, -1)), rows, keys, index_q.unflatten(-1, (index, -1)), weights
 

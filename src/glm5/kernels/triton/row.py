@@ -2,7 +2,7 @@
 
 Without the matrix instruction a program needs no tile of tokens: it multiplies a few rows of the matrix with the row
 that all programs share, and sums. The RMSNorm of that row costs nothing here, so the launch before is saved. Read
-next: `prepare`.
+next: `preparation`.
 """
 
 # mypy: disallow-untyped-defs=false, disallow-incomplete-defs=false
@@ -13,6 +13,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from glm5.kernels.triton.early import begin, early
+
 WIDEST = 8192  # columns up to which this was measured to be faster than cuBLAS
 WIDEST_NORM = 2048
 
@@ -20,12 +22,13 @@ WIDEST_NORM = 2048
 @triton.jit
 def _row_product(
     x_ptr, weight_ptr, gain_ptr, out_ptr, rows, eps,
-    K: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, NORM: tl.constexpr,
+    K: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, NORM: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     row_N = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     col_K = tl.arange(0, BLOCK_K)
     real_N = (row_N < rows)[:, None]
     weight_NK = weight_ptr + row_N[:, None].to(tl.int64) * K + col_K[None, :]
+    begin(EARLY)
     acc_NK = tl.zeros([BLOCK_N, BLOCK_K], tl.float32)
     for start in range(0, K, BLOCK_K):
         inside = start + col_K < K
@@ -56,7 +59,7 @@ def row_product(x: Tensor, weight_NK: Tensor, gain: Tensor | None = None, eps: f
         block_n, block_k, warps = 4, 512, 8
     _row_product[(triton.cdiv(rows, block_n),)](
         x, weight_NK, x if gain is None else gain, out, rows, eps,
-        K=width, BLOCK_N=block_n, BLOCK_K=block_k, NORM=gain is not None, num_warps=warps,
+        K=width, BLOCK_N=block_n, BLOCK_K=block_k, NORM=gain is not None, num_warps=warps, **early(x),
     )  # fmt: skip
     return out
 

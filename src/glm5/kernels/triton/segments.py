@@ -27,13 +27,14 @@ def _count(expert_ptr, offset_ptr, cursor_ptr, pairs, E: tl.constexpr, P: tl.con
 
 
 @triton.jit
-def _scatter(expert_ptr, cursor_ptr, pair_ptr, pairs, CHUNK: tl.constexpr):
-    """pair[position] = index of a (token, choice) pair, grouped by expert."""
+def _scatter(expert_ptr, cursor_ptr, pair_ptr, position_ptr, pairs, CHUNK: tl.constexpr):
+    """pair[position] = index of a (token, choice) pair, grouped by expert; position[pair] the other way round."""
     at = tl.program_id(0) * CHUNK + tl.arange(0, CHUNK)
     real = at < pairs
     expert = tl.load(expert_ptr + at, mask=real, other=0)
     position = tl.atomic_add(cursor_ptr + expert, 1, mask=real)
     tl.store(pair_ptr + position, at, mask=real)
+    tl.store(position_ptr + at, position, mask=real)
 
 
 @triton.jit
@@ -52,6 +53,17 @@ def find_tile(offset_ptr, tile, E: tl.constexpr, P: tl.constexpr, BLOCK_M: tl.co
 
 
 @triton.jit
+def _in_order(x_ptr, position_ptr, out_ptr, D, x_stride, M: tl.constexpr, BLOCK_D: tl.constexpr):
+    """out[position[token, m]] = x[token]."""
+    token = tl.program_id(0).to(tl.int64)
+    col = tl.program_id(1) * BLOCK_D + tl.arange(0, BLOCK_D)
+    x = tl.load(x_ptr + token * x_stride + col, mask=col < D, other=0.0)
+    for m in tl.static_range(M):
+        position = tl.load(position_ptr + token * M + m).to(tl.int64)
+        tl.store(out_ptr + position * D + col, x, mask=col < D)
+
+
+@triton.jit
 def _mix(part_ptr, weight_ptr, y_ptr, D, M: tl.constexpr, BLOCK_D: tl.constexpr):
     """y[token] = sum over its choices of weight * part, in fp32, in the order of the choices."""
     token = tl.program_id(0).to(tl.int64)
@@ -64,8 +76,9 @@ def _mix(part_ptr, weight_ptr, y_ptr, D, M: tl.constexpr, BLOCK_D: tl.constexpr)
     tl.store(y_ptr + token * D + col, acc.to(y_ptr.dtype.element_ty), mask=real)
 
 
-def segments(expert_NM: Tensor, experts: int) -> tuple[Tensor, Tensor]:
-    """offset int32 [E + 1], where each expert's segment begins, and pair int32 [N M], the pairs by expert.
+def segments(expert_NM: Tensor, experts: int) -> tuple[Tensor, Tensor, Tensor]:
+    """offset int32 [E + 1], where each expert's segment begins; pair int32 [N M], the pairs by expert; and position
+    int32 [N, M], where each pair is in that order.
 
     The order of pairs in a segment is a race. expert_NM: contiguous ids below E.
     """
@@ -73,13 +86,25 @@ def segments(expert_NM: Tensor, experts: int) -> tuple[Tensor, Tensor]:
     offset = torch.empty(experts + 1, dtype=torch.int32, device=device)
     cursor = torch.empty(experts, dtype=torch.int32, device=device)
     pair = torch.empty(pairs, dtype=torch.int32, device=device)
+    position = torch.empty(expert_NM.shape, dtype=torch.int32, device=device)
     chunk = 1024 if pairs <= 4096 else 8192
     padded = triton.next_power_of_2(experts)
     _count[(1,)](
         expert_NM, offset, cursor, pairs, E=experts, P=padded, CHUNK=chunk, num_warps=8 if chunk == 1024 else 16
     )
-    _scatter[(triton.cdiv(pairs, 256),)](expert_NM, cursor, pair, pairs, CHUNK=256)
-    return offset, pair
+    _scatter[(triton.cdiv(pairs, 256),)](expert_NM, cursor, pair, position, pairs, CHUNK=256)
+    return offset, pair, position
+
+
+def in_order(x_ND: Tensor, position_NM: Tensor) -> Tensor:
+    """Every token's row at each of its positions: [N M, D]."""
+    (tokens, choices), width = position_NM.shape, x_ND.shape[1]
+    out = x_ND.new_empty(tokens * choices, width)
+    if out.numel():
+        _in_order[(tokens, triton.cdiv(width, 2048))](
+            x_ND, position_NM, out, width, x_ND.stride(0), M=choices, BLOCK_D=2048
+        )
+    return out
 
 
 def mix(part: Tensor, weight_NM: Tensor, y_ND: Tensor) -> None:
