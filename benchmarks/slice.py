@@ -1,6 +1,6 @@
 """A slice of GLM-5 at true widths on one GPU: decode and prefill against the chip's limit, and beside transformers.
 
-    python benchmarks/slice.py [--parts check,decode,engine,prefill,chunks,profile,peer] [--batches 1,16,64,128]
+    python benchmarks/slice.py [--parts check,decode,engine,invariant,prefill,chunks,profile,peer] [--batches 1,16,64,128]
                                [--contexts 8192,32768] [--layers 3] [--experts 256] [--json FILE]
 
 The slice has the first layers of GLM-5, one dense and the others MoE, with random bf16 weights that are made on the
@@ -293,15 +293,16 @@ def check(model: GLM5, tokens: int) -> list[dict[str, Any]]:
     return rows
 
 
-def engine(model: GLM5, batch: int, context: int) -> list[dict[str, Any]]:
+def engine(model: GLM5, batch: int, context: int, invariant: bool = False) -> list[dict[str, Any]]:
     """Steps of the whole engine while all its sequences decode: scheduling, drawing and Python included."""
     new = max(48, 2 * batch)  # so that the first still decodes when the last has been read
     rows, said = [], []
     limits = dict(max_running=batch, max_batched_tokens=8192, chunk=8192, context=context + 2 * PAGE)
     params = SamplingParams(temperature=0.0, max_new_tokens=new, ignore_eos=True)
     prompts = random_ids(model, batch, context - new).tolist()
-    for graphs in (True, False) if batch == 1 else (True,):
-        server = Engine(model, EngineConfig(pages=batch * (context // PAGE + 2), cuda_graphs=graphs, **limits))
+    for graphs in (True, False) if batch == 1 and not invariant else (True,):
+        pages = batch * (context // PAGE + 2)
+        server = Engine(model, EngineConfig(pages=pages, cuda_graphs=graphs, invariant=invariant, **limits))
         for prompt in prompts:
             server.add(Request(prompt, params))
         begin, times, ids = time.perf_counter(), [], []
@@ -312,7 +313,7 @@ def engine(model: GLM5, batch: int, context: int) -> list[dict[str, Any]]:
             if len(deltas) == batch and not any(d.finish for d in deltas):
                 times.append((now - begin) * 1e3)
             begin = now
-        name = "engine's step" if graphs else "engine's step, not recorded"
+        name = "engine's step" + ("" if graphs else ", not recorded") + (", invariant" if invariant else "")
         row: dict[str, Any] = {"part": name, "batch": batch, "context": context, "ms": statistics.median(times[4:])}
         row["floor_ms"] = decode_floor(model.config, batch, context) * 1e3
         row["recorded_steps"] = server.info()["recorded_steps"]
@@ -462,6 +463,9 @@ def main() -> None:
         if "engine" in parts:
             for batch in sorted({batches[0], 64}):
                 add(engine, batch, contexts[0])
+        if "invariant" in parts:
+            for batch in sorted({batches[0], 64}):
+                add(engine, batch, contexts[0], True)
         if "prefill" in parts:
             add(prefill, a.prefill // 2)
             add(prefill, a.prefill)
