@@ -304,12 +304,20 @@ def test_tokens_by_pairs_and_back() -> None:
     place = order.argsort().view(8, 3)
     x, part = _random(8, 72, seed=2), _random(24, 72, seed=3)
     weight = torch.rand(8, 3, generator=torch.Generator().manual_seed(4)).to(DEVICE)
-    _agree(lambda x: pairs.RowsByPair.apply(x, order, place), lambda x: moe.rows_by_pair(x, order, place), x)
-    _agree(
-        lambda part, weight: pairs.SumByToken.apply(part, order, place, weight),
-        lambda part, weight: moe.sum_by_token(part, order, place, weight),
-        *(part, weight),
-    )
+    for here in (24, 15):  # all pairs, or those whose experts are here: the others' places are any
+        held = (place < here).float()
+        at = place.clamp(max=here - 1)
+        options = (order[:here], at, None if here == 24 else held)
+        _agree(
+            lambda x, o=options: pairs.RowsByPair.apply(x, *o),
+            lambda x, o=options: moe.rows_by_pair(x, *o),
+            x,
+        )
+        _agree(
+            lambda part, weight, o=options, held=held: pairs.SumByToken.apply(part, *o[:2], weight * held),
+            lambda part, weight, o=options, held=held: moe.sum_by_token(part, *o[:2], weight * held),
+            *(part[:here], weight),
+        )
 
 
 # --------------------------------------------------------------------------- Muon's elementwise parts

@@ -117,7 +117,7 @@ def _compare(world: World, directory: str) -> tuple[list[str], set[str]]:
 
 
 # Beside those drawn: experts over tensor-parallel ranks, and copies of a pipeline whose gradients are reduced late.
-@pytest.mark.parametrize("mesh", [*meshes(3, seed=5), "dp=2,tp=2,ep=2", "dp=2,pp=2,shard=1"])
+@pytest.mark.parametrize("mesh", ["dp=2,ep=2", *meshes(3, seed=5), "dp=2,tp=2,ep=2", "dp=2,pp=2,shard=1"])
 def test_one_step_equals_one_process(mesh: str, expected: Path) -> None:
     covered: set[str] = set()
     for rank, (wrong, own) in enumerate(run_ranks(Mesh.parse(mesh).size, mesh, _compare, str(expected))):

@@ -75,21 +75,24 @@ def expert_loads(expert_BTM: Tensor, experts: int, valid_BT: Tensor | None = Non
     return counted.new_zeros(experts).scatter_add_(0, expert_BTM.flatten(), counted)
 
 
-def rows_by_pair(x_ND: Tensor, order_P: Tensor, place_NM: Tensor) -> Tensor:
+def rows_by_pair(x_ND: Tensor, order_P: Tensor, place_NM: Tensor, held_NM: Tensor | None = None) -> Tensor:
     """Each token once for every expert of its own, in a given order of those pairs: [P, D].
 
     Args:
-        order_P: the pairs n * M + m in that order, P = N M. place_NM: its inverse, where each pair went.
+        order_P: the pairs n * M + m in that order. place_NM: its inverse, where each pair went.
+        held_NM: fp32, 1 for the pairs that are in `order_P` and 0 for those that are not, whose place is any; None is
+            all.
     """
     fast = pick("train_rows_by_pair", x_ND) if x_ND.requires_grad else None
     if fast is not None:
-        rows: Tensor = fast(x_ND, order_P, place_NM)
+        rows: Tensor = fast(x_ND, order_P, place_NM, held_NM)
         return rows
     return x_ND.index_select(0, order_P.div(place_NM.shape[1], rounding_mode="floor"))
 
 
 def sum_by_token(part_PD: Tensor, order_P: Tensor, place_NM: Tensor, weight_NM: Tensor) -> Tensor:
-    """What belongs to each token's pairs, weighted and added up in fp32 in the order of its experts: [N, D]."""
+    """What belongs to each token's pairs, weighted and added up in fp32 in the order of its experts: [N, D]. The weight
+    of pairs that are not in `order_P` must be 0."""
     fast = pick("train_sum_by_token", part_PD) if part_PD.requires_grad else None
     if fast is not None:
         found: Tensor = fast(part_PD, order_P, place_NM, weight_NM)

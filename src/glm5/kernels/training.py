@@ -169,11 +169,11 @@ def latent_rows(x: Tensor, weight: Tensor, rotation: Tensor, eps: float) -> Tens
     return out
 
 
-def rows_by_pair(x: Tensor, order: Tensor, place: Tensor) -> Tensor:
+def rows_by_pair(x: Tensor, order: Tensor, place: Tensor, held: Tensor | None) -> Tensor:
     """As `moe.rows_by_pair`."""
     from glm5.kernels.triton.pairs import RowsByPair
 
-    out: Tensor = RowsByPair.apply(x, order, place)
+    out: Tensor = RowsByPair.apply(x, order, place, held)
     return out
 
 

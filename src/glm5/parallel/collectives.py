@@ -5,6 +5,8 @@
     split_rows   own rows          gradient: all rows, gathered        where ranks share the same rows' work out
     joined_rows  all rows          gradient: own rows                  and where it comes together again
     exchanged    rows to ranks     gradient: the same way back         experts; `Exchange` does it beside other work
+    gathered     all ranks' rows   gradient: own rows of the sum       experts of few ranks: each reads all tokens,
+    scattered_sum  own rows of the sum  gradient: all ranks' rows      and answers with its experts' part of the sum
 
 In a tensor-parallel group everything outside of these pairs is the same on every rank, gradients included. Source:
 Megatron-LM's f and g (arXiv:1909.08053). Read next: `expert`, `tensor`.
@@ -22,6 +24,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 _GATHER = "all_gather_single" if hasattr(dist, "all_gather_single") else "all_gather_into_tensor"  # renamed in 2.13
+_SCATTER = "reduce_scatter_single" if hasattr(dist, "reduce_scatter_single") else "reduce_scatter_tensor"
 
 
 def copied(x: Tensor, group: ProcessGroup) -> Tensor:
@@ -80,15 +83,21 @@ class Exchange:
         out: Tensor = _Leaving.apply(x, self)
         return out
 
-    def start(self, x: Tensor, received: Sequence[int], sent: Sequence[int]) -> None:
+    def start(self, x: Tensor, received: Sequence[int] = (), sent: Sequence[int] = ()) -> None:
         """Send rows as `exchanged` does, and wait for nothing."""
         self._splits = list(received), list(sent)
-        self._send(x.detach(), *self._splits)
+        self._there(x.detach())
 
     def arrived(self, x: Tensor) -> Tensor:
         """What other ranks have sent; x is what was given to `start`."""
         out: Tensor = _Arrived.apply(x, self)
         return out
+
+    def _there(self, x: Tensor) -> Tensor:
+        return self._send(x, *self._splits)
+
+    def _back(self, grad: Tensor) -> Tensor:
+        return self._send(grad, *reversed(self._splits))
 
     def _send(self, x: Tensor, received: list[int], sent: list[int]) -> Tensor:
         source, out = x.contiguous(), x.new_empty(sum(received), *x.shape[1:])
@@ -101,6 +110,32 @@ class Exchange:
         (work, _, out), self._under_way = self._under_way, None
         work.wait()
         return out
+
+
+class Gathering(Exchange):
+    """The same of an all-gather: every rank's x, of one shape, one behind the other; gradients are summed."""
+
+    def _there(self, x: Tensor) -> Tensor:
+        source, out = x.contiguous(), x.new_empty(self.group.size() * x.shape[0], *x.shape[1:])
+        self._under_way = getattr(dist, _GATHER)(out, source, group=self.group, async_op=True), source, out
+        return out
+
+    def _back(self, grad: Tensor) -> Tensor:
+        source, out = grad.contiguous(), grad.new_empty(grad.shape[0] // self.group.size(), *grad.shape[1:])
+        self._under_way = getattr(dist, _SCATTER)(out, source, group=self.group, async_op=True), source, out
+        return out
+
+
+def gathered(x: Tensor, group: ProcessGroup) -> Tensor:
+    """Every rank's x, of one shape, one behind the other; gradients are summed."""
+    out: Tensor = _Gathered.apply(x, group)
+    return out
+
+
+def scattered_sum(x: Tensor, group: ProcessGroup) -> Tensor:
+    """This rank's rows, of as many as any other's, of the sum of every rank's x; all rows get its gradient."""
+    out: Tensor = _ScatteredSum.apply(x, group)
+    return out
 
 
 @torch.no_grad()
@@ -116,6 +151,12 @@ def all_gather(x: Tensor, group: ProcessGroup) -> Tensor:
     """Every rank's x, of one shape, side by side along the first axis; without gradient."""
     out = x.new_empty(group.size() * x.shape[0], *x.shape[1:])
     getattr(dist, _GATHER)(out, x, group=group)
+    return out
+
+
+def _scattered(x: Tensor, group: ProcessGroup) -> Tensor:
+    out = x.new_empty(x.shape[0] // group.size(), *x.shape[1:])
+    getattr(dist, _SCATTER)(out, x.contiguous(), group=group)
     return out
 
 
@@ -158,8 +199,29 @@ class _Arrived(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        received, sent = ctx.exchange._splits
-        return ctx.exchange._send(grad, sent, received), None
+        return ctx.exchange._back(grad), None
+
+
+class _Gathered(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: ProcessGroup) -> Tensor:
+        ctx.group = group
+        return all_gather(x.contiguous(), group)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return _scattered(grad, ctx.group), None
+
+
+class _ScatteredSum(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: ProcessGroup) -> Tensor:
+        ctx.group = group
+        return _scattered(x, group)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return all_gather(grad.contiguous(), ctx.group), None
 
 
 class _Copied(torch.autograd.Function):

@@ -22,7 +22,16 @@ from torch.distributed.tensor import DTensor, Shard
 from glm5.kernels.moe import grouped_swiglu, rows_by_pair, sum_by_token
 from glm5.model.glm5 import GLM5
 from glm5.model.moe import Experts, MoE
-from glm5.parallel.collectives import Exchange, exchanged, joined_rows, split_rows
+from glm5.parallel.collectives import (
+    Exchange,
+    Gathering,
+    all_gather,
+    exchanged,
+    gathered,
+    joined_rows,
+    scattered_sum,
+    split_rows,
+)
 from glm5.parallel.mesh import World
 
 
@@ -51,7 +60,11 @@ class SpreadExperts(Experts):
     ) -> Tensor:
         """As `Experts.forward`. `other` is called while tokens are on their way: what it gives the device to do is done
         meanwhile, and its backward pass while their gradients are on the way back."""
-        tensor = self.world.group("tp")
+        tensor, ranks = self.world.group("tp"), self.world.count("ep")
+        # In training, data ranks have as many tokens as each other: with few ranks it is less to give all to everyone.
+        alike = tensor.size() == self.world.count("cp") == 1 and torch.is_grad_enabled()
+        if alike and ranks <= expert_NM.shape[1]:
+            return self._everyone(x_ND, expert_NM, weight_NM, other)
         if tensor.size() == 1:
             return self._routed(x_ND, expert_NM, weight_NM, other)
         own_ND, expert_NM, weight_NM = (split_rows(x, tensor) for x in (x_ND, expert_NM, weight_NM))
@@ -86,6 +99,34 @@ class SpreadExperts(Experts):
         out = _apart(arrived, expert, gate_up, down)
         back = exchanged(out, sent, received, group)
         return sum_by_token(back, order, place_NM, weight_NM)
+
+    def _everyone(
+        self, x_ND: Tensor, expert_NM: Tensor, weight_NM: Tensor, other: Callable[[], None] | None = None
+    ) -> Tensor:
+        """The same by giving all tokens to every rank, which answers with the part of its experts: R - 1 copies of a
+        token leave in place of one for each expert elsewhere, and shapes are known beforehand."""
+        group = self.world.group("ep")
+        gate_up, down = _working(self.gate_up_proj), _working(self.down_proj)
+        own, choices = len(gate_up), expert_NM.shape[1]
+        gathering = Gathering(group)
+        x_ND = gathering.leaving(x_ND)
+        gathering.start(x_ND)
+        local_AM = all_gather(expert_NM.contiguous(), group) - group.rank() * own  # A: of all ranks
+        weight_AM = gathered(weight_NM, group)
+        held_AM = (local_AM >= 0) & (local_AM < own)
+        sorted_ids, order = torch.where(held_AM, local_AM, own).flatten().sort(stable=True)
+        count = _ToHost(held_AM.sum())
+        place = torch.empty_like(order)
+        place[order] = torch.arange(len(order), device=order.device)
+        if other is not None:
+            other()
+        here = int(count.value())
+        order_P, place_AM = order[:here], place.clamp(max=max(here - 1, 0)).view(-1, choices)
+        x_AD, weight = gathering.arrived(x_ND), weight_AM * held_AM
+        out = _apart(rows_by_pair(x_AD, order_P, place_AM, held_AM.float()), sorted_ids[:here], gate_up, down)
+        if here == 0:
+            out, order_P = F.pad(out, (0, 0, 0, 1)), order[:1]
+        return scattered_sum(sum_by_token(out, order_P, place_AM, weight), group)
 
 
 class _ToHost:

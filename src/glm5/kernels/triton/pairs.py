@@ -40,13 +40,13 @@ class RowsByPair(torch.autograd.Function):
     """As `moe.rows_by_pair`."""
 
     @staticmethod
-    def forward(ctx: Any, x_ND: Tensor, order_P: Tensor, place_NM: Tensor) -> Tensor:
-        ctx.place_NM = place_NM
+    def forward(ctx: Any, x_ND: Tensor, order_P: Tensor, place_NM: Tensor, held_NM: Tensor | None) -> Tensor:
+        ctx.place_NM, ctx.held_NM = place_NM, held_NM
         return _gathered(x_ND, order_P, place_NM.shape[1])
 
     @staticmethod
-    def backward(ctx: Any, grad_PD: Tensor) -> tuple[Tensor, None, None]:
-        return _combined(grad_PD.contiguous(), ctx.place_NM, None, *ctx.place_NM.shape), None, None
+    def backward(ctx: Any, grad_PD: Tensor) -> tuple[Tensor, None, None, None]:
+        return _combined(grad_PD.contiguous(), ctx.place_NM, ctx.held_NM, *ctx.place_NM.shape), None, None, None
 
 
 class SumByToken(torch.autograd.Function):
@@ -61,7 +61,7 @@ class SumByToken(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad_ND: Tensor) -> tuple[Tensor, None, None, Tensor]:
         part_PD, order_P, weight_NM = ctx.saved_tensors
-        dpart, dweight = torch.empty_like(part_PD), torch.empty_like(weight_NM)
+        dpart, dweight = torch.empty_like(part_PD), torch.zeros_like(weight_NM)  # of pairs that are not here
         pairs, width = part_PD.shape
         if pairs:
             block = min(2048, triton.next_power_of_2(width))
