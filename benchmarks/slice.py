@@ -1,7 +1,7 @@
 """A slice of GLM-5 at true widths on one GPU: decode and prefill against the chip's limit, and beside transformers.
 
     python benchmarks/slice.py [--parts check,decode,engine,invariant,prefill,chunks,profile,peer]
-                               [--batches 1,16,64,128] [--contexts 8192,32768] [--layers 3] [--experts 256] [--json FILE]
+        [--batches 1,16,64,128] [--contexts 8192,32768] [--layers 3] [--experts 256] [--json FILE]
 
 The slice has the first layers of GLM-5, one dense and the others MoE, with random bf16 weights that are made on the
 device; no checkpoint is read. Decode runs over pages whose contents are random too, so that no time goes into filling
