@@ -74,7 +74,7 @@ def bench_index_case(table: Table, batch: int, queries: int, slots: int) -> None
     if queries > 1:
         table.add("index scores fp8", case, "ours (CUDA)", lambda i: call(i, cuda.index_scores), sets, floor, check)
     if table.sweep:
-        launches = [(4, 128, 8, 2), (4, 64, 4, 3), (8, 64, 8, 2)] if queries > 1 else [(1, 128, 4, 4), (1, 256, 4, 3)]
+        launches = [(4, 128, 8, 2), (4, 64, 4, 3), (8, 64, 8, 2)] if queries > 1 else [(1, 128, 4, 3), (1, 512, 8, 3)]
         for bq, bs, warps, stages in launches:
             options = dict(block_q=bq, block_s=bs, warps=warps, stages=stages)
             name = f"ours (Triton) {bq},{bs},{warps},{stages}"
@@ -150,16 +150,8 @@ def bench_select_case(table: Table, batch: int, queries: int, slots: int) -> Non
         name = f"ours, two steps, {mib} MiB"
         run = lambda i, mib=mib: call(i, cuda.index_select, tile_bytes=mib * 2**20)  # noqa: E731
         table.add("score+select fp8", case, name, run, sets, floor, check_two)
-    launches: list[dict[str, int]] = [{}]
-    if table.sweep:
-        launches += [dict(warps=4), dict(warps=8), dict(warps=8, capacity=8192), dict(block_s=64), dict(stages=4)]
-        launches += (
-            [dict(parts=parts) for parts in (2, 4, 8)] if queries == 1 else [dict(block_q=2), dict(block_q=8, warps=8)]
-        )
-    for options in launches:
-        name = "ours, streamed" + "".join(f", {k} {v}" for k, v in options.items())
-        run = lambda i, o=options: call(i, triton.stream_select, **o)  # noqa: E731
-        table.add("score+select fp8", case, name, run, sets, floor, check_tiles)
+    streamed = lambda i: call(i, triton.stream_select)  # noqa: E731
+    table.add("score+select fp8", case, "ours, streamed", streamed, sets, floor, check_tiles)
     logits = deep_gemm_logits(q, w, keys, bounds)
     if logits is not None:
         run = lambda i: torch.topk(logits(i)[:, :slots], TOP, dim=-1, sorted=False).indices.view(batch, queries, -1)  # noqa: E731
@@ -287,7 +279,7 @@ def bench_moe_case(table: Table, gate_up: Packed, down: Packed, tokens: int) -> 
         table.add("experts fp8", f"{tokens} tokens", name, lambda _: call(), 1, floor, check_peer)  # type: ignore[arg-type]
     if table.sweep:
         tiles = {1: [(16, 4, 5)], 16: [(16, 4, 5), (16, 8, 4)], 256: [(16, 4, 4), (32, 8, 4), (32, 4, 5)]}
-        for tile in tiles.get(tokens, [(64, 8, 4), (128, 16, 4), (128, 8, 4), (64, 4, 4)]):
+        for tile in tiles.get(tokens, [(128, 8, 4), (64, 4, 4)]):
             name = f"ours (Triton) {tile}"
             table.add("experts fp8", f"{tokens} tokens", name, lambda i, t=tile: ours(i, t), sets, floor, check)
 
