@@ -12,6 +12,7 @@ Read next: `speculate`, `graphs`, `glm5.model.paged`, `sampler`.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -73,6 +74,11 @@ class StepOutput:
     chosen: dict[Sequence, Chosen]
 
 
+def on_device(device: torch.device) -> AbstractContextManager[Any]:
+    """Inside it kernels are launched on this device, of several GPUs, in whatever thread: each has a current one."""
+    return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
+
+
 class Executor:
     """A model, its pages, the MTP block beside it, and its recorded decode steps.
 
@@ -101,7 +107,8 @@ class Executor:
         if config.drafts and not model.config.num_nextn_predict_layers:
             raise ConfigError("drafts", config.drafts, "this model has no MTP block to make them")
         if config.invariant:
-            invariant.check(model)
+            with on_device(model.device):
+                invariant.check(model)
         self._model, self._config, self._sampler, self._context = model, config, sampler, context
         if config.kv_cache_dtype not in ("auto", "fp8_e4m3"):
             raise ConfigError("kv_cache_dtype", config.kv_cache_dtype, "must be auto or fp8_e4m3")
@@ -147,8 +154,9 @@ class Executor:
     @torch.inference_mode()
     def warm(self) -> None:
         """Compile and record on a GPU what decode steps need, before the first request waits for it."""
-        for graphs in self._all_graphs():
-            graphs.warm()
+        with on_device(self._model.device):
+            for graphs in self._all_graphs():
+                graphs.warm()
 
     def _all_graphs(self) -> list[Graphs]:
         of_drafts = self.drafter.recorded if self.drafter is not None else ()
@@ -182,7 +190,10 @@ class Executor:
     @torch.inference_mode()
     def run(self, plan: Plan, answers: Mapping[Sequence, AnswerState]) -> StepOutput:
         """Run a plan, whose copies have been made. answers: of all its sequences and their answers."""
-        items = plan.items
+        with on_device(self._model.device):
+            return self._run(plan.items, answers)
+
+    def _run(self, items: tuple[Item, ...], answers: Mapping[Sequence, AnswerState]) -> StepOutput:
         drafts: list[list[int]] = [[] for _ in items]
         if self.drafter is not None:
             drafts = self.drafter.propose(items, [answers[item.sequence].sampler for item in items])
