@@ -72,7 +72,7 @@ def test_fast_operators_in_the_model(tokens: int, monkeypatch: pytest.MonkeyPatc
             trace = Trace(replay=selections.get("torch"))
             results[kernels] = model.hidden(ids[:, context:], cache=cache, trace=trace).float()
             selections[kernels] = trace.selected
-    assert {"cuda.absorbed_attention", "cuda.index_select", "triton.grouped_swiglu"} <= used
+    assert {"cuda.absorbed_attention", "cuda.index_select", "cuda.grouped_swiglu"} <= used
     difference = (results["fast"] - results["torch"]).norm(dim=-1) / results["torch"].norm(dim=-1)
     assert difference.median() < 2e-2
     assert difference.max() < 0.2  # a token whose eighth and ninth expert all but tie may take the other
