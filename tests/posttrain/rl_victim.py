@@ -137,7 +137,7 @@ def main(directory: Path, kind: str, kills: int) -> None:
     died = 0
     for n in range(kills):
         kill = rng.randrange(20, 150)
-        status = child(replace(given, run=str(cut)), run, directory / "errors", kill, at_once=n % 4 == 3)
+        status = child(replace(given, run=str(cut)), run, directory / "errors", kill, at_once=n % 3 == 2)
         assert os.WIFSIGNALED(status) or status == 0, (directory / "errors").read_text()
         died += os.WIFSIGNALED(status)
     assert child(replace(given, run=str(cut)), run, directory / "errors", 0) == 0, (directory / "errors").read_text()

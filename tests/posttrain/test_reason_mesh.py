@@ -90,7 +90,7 @@ def on_rank(world: World) -> Gradients:
     return gradients(Ranks(world))
 
 
-@pytest.mark.parametrize("mesh", ["dp=2", "dp=2,shard=1", "dp=2,ep=2"])
+@pytest.mark.parametrize("mesh", ["dp=2", "dp=2,shard=1,ep=2"])
 def test_a_policy_over_two_ranks_has_one_processs_gradients(mesh: str) -> None:
     expected = alone()
     assert any(float(g.abs().max()) > 1e-3 for g in expected["glm5_reasoning packed 1"].values())
