@@ -86,15 +86,17 @@ class Waits:
         return event
 
 
-class _Awaited:
-    """A collective under way, whose wait is timed."""
+class _Awaited(dist.Work):
+    """A collective under way, whose wait is timed. It is a `Work`, since FSDP waits for nothing else."""
 
     def __init__(self, work: dist.Work, waits: Waits) -> None:
+        super().__init__()
         self._work, self._waits = work, waits
 
     def wait(self, *args: Any) -> Any:
         with self._waits._span():
             return self._work.wait(*args)
 
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._work, name)
+    def __getattribute__(self, name: str) -> Any:
+        own = name in ("wait", "_work", "_waits") or name.startswith("__")
+        return object.__getattribute__(self, name) if own else getattr(self._work, name)
