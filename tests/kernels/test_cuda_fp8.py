@@ -91,7 +91,7 @@ def test_sparse_mla_over_an_fp8_cache(
 
     out, lse = run(packed, None)
     assert not out.isnan().any()
-    assert (out.double() - oracle).norm() / oracle.norm() < 8e-3
+    assert (out.double() - oracle).norm() / oracle.norm() < (5e-3 if version == "cuda" else 8e-3)
     torch.testing.assert_close(lse.double(), oracle_lse, atol=5e-3, rtol=2e-3)
     for rows, table in ((packed, None), (pool, pages)):  # the same bits again, and from pages
         again = run(rows, table)

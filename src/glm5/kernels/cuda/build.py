@@ -14,13 +14,14 @@ from glm5.kernels.compile import KernelBuildError, shared_library
 
 SOURCES = (
     "sparse_mla.cu",
+    "sparse_mla_fp8.cu",
     "sparse_mla_backward.cu",
     "sparse_mla_target.cu",
     "topk.cu",
     "index_scores.cu",
     "moe.cu",
 )
-HEADERS = ("hopper.cuh", "latent.cuh")
+HEADERS = ("hopper.cuh", "latent.cuh", "sparse_mla.cuh")
 FLAGS = ("-std=c++17", "-O3", "-Xcompiler", "-fPIC", "-gencode", "arch=compute_90a,code=sm_90a")
 
 

@@ -78,17 +78,6 @@ __device__ __forceinline__ uint32_t map_to_rank(uint32_t addr, uint32_t rank) {
     asm volatile("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(r) : "r"(addr), "r"(rank));
     return r;
 }
-__device__ __forceinline__ float4 load_cluster4(uint32_t addr) {
-    float4 v;
-    asm volatile("ld.shared::cluster.v4.f32 {%0,%1,%2,%3}, [%4];"
-                 : "=f"(v.x), "=f"(v.y), "=f"(v.z), "=f"(v.w) : "r"(addr) : "memory");
-    return v;
-}
-__device__ __forceinline__ float load_cluster(uint32_t addr) {
-    float v;
-    asm volatile("ld.shared::cluster.f32 %0, [%1];" : "=f"(v) : "r"(addr) : "memory");
-    return v;
-}
 
 // ---- registers ------------------------------------------------------------------------------------------------
 template <int N> __device__ __forceinline__ void take_registers() {
@@ -181,19 +170,6 @@ __device__ __forceinline__ void mma_n128_fp8(float (&d)[64], uint64_t a, uint64_
         "%64, %65, p, 1, 1;\n}\n"
         : HOPPER_16(d, 0), HOPPER_16(d, 16), HOPPER_16(d, 32), HOPPER_16(d, 48)
         : "l"(a), "l"(b), "r"(accumulate));
-}
-// d[first .. first + 64), 64 x 128, += A[64 x 16] B[16 x 128], A K-major and B MN-major, both in shared memory.
-template <int first, int N> __device__ __forceinline__ void mma_n128_tall(float (&d)[N], uint64_t a, uint64_t b) {
-    asm volatile(
-        "{\n.reg .pred p;\nsetp.ne.b32 p, 1, 0;\n"
-        "wgmma.mma_async.sync.aligned.m64n128k16.f32.bf16.bf16 "
-        "{%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,%12,%13,%14,%15,"
-        "%16,%17,%18,%19,%20,%21,%22,%23,%24,%25,%26,%27,%28,%29,%30,%31,"
-        "%32,%33,%34,%35,%36,%37,%38,%39,%40,%41,%42,%43,%44,%45,%46,%47,"
-        "%48,%49,%50,%51,%52,%53,%54,%55,%56,%57,%58,%59,%60,%61,%62,%63}, "
-        "%64, %65, p, 1, 1, 0, 1;\n}\n"
-        : HOPPER_16(d, first), HOPPER_16(d, first + 16), HOPPER_16(d, first + 32), HOPPER_16(d, first + 48)
-        : "l"(a), "l"(b));
 }
 
 }  // namespace hopper

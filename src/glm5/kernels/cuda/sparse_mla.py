@@ -1,4 +1,5 @@
-"""Sparse MLA on Hopper: argument checks, the choice of splits, and the launch. The kernel is `sparse_mla.cu`.
+"""Sparse MLA on Hopper: argument checks, the choice of splits, and the launch. The kernels are `sparse_mla.cu`, and
+`sparse_mla_fp8.cu` over an fp8 cache.
 
 Read next: `sparse_mla.cu`, and `glm5.kernels.triton.sparse_mla` for the same operator on other devices.
 """
@@ -94,21 +95,27 @@ def sparse_mla(
         strides = (*strides[:2], 0, strides[3])
     device = q_BTHX.device.index or 0
     if splits is None:
-        splits = choose_splits(rows, selected_BTK.shape[-1], device)
+        splits = choose_splits(rows, selected_BTK.shape[-1], device, fp8)
+    partial, stats = 0, 0
+    if splits > 1:  # each block's own result, and its maxima and sums
+        parts = rows * splits * HEADS
+        work = torch.empty(parts * (VALUE * 2 + 8), dtype=torch.uint8, device=q_BTHX.device)
+        partial, stats = work.data_ptr(), work.data_ptr() + parts * VALUE * 2
     blocks = min(rows, multiprocessors(device))
     stream = torch.cuda.current_stream(q_BTHX.device).cuda_stream
-    status = _launcher()(
+    status = _launcher(fp8)(
         q_BTHX.data_ptr(), kv_BSX.data_ptr(), selected_BTK.data_ptr(), table, out[0].data_ptr(), out[1].data_ptr(),
-        rows, heads, selected_BTK.shape[-1], queries, wide, shift, *strides, scale, fp8, splits, blocks, stream,
+        partial, stats, rows, heads, selected_BTK.shape[-1], queries, wide, shift, *strides, scale, splits, blocks,
+        stream,
     )  # fmt: skip
     check(status, "sparse_mla")
     return out
 
 
 @functools.cache
-def choose_splits(rows: int, keys: int, device: int) -> int:
+def choose_splits(rows: int, keys: int, device: int, fp8: bool = False) -> int:
     """The number of blocks per query that ends soonest by a count of steps: work per block times rounds of blocks."""
-    steps = -(-keys // 48)
+    steps = -(-keys // (64 if fp8 else 48))
     best, best_cost = 1, float("inf")
     for splits in SPLITS:
         resident = multiprocessors(device) if splits == 1 else clusters_at_once(splits, device)
@@ -130,8 +137,8 @@ def clusters_at_once(splits: int, device: int) -> int:
 
 
 @functools.cache
-def _launcher() -> Callable[..., int]:
-    function = library().sparse_mla
-    function.argtypes = [_P] * 6 + [_I] * 6 + [_L] * 4 + [ctypes.c_float, _I, _I, _I, _P]
+def _launcher(fp8: bool) -> Callable[..., int]:
+    function = library().sparse_mla_fp8 if fp8 else library().sparse_mla
+    function.argtypes = [_P] * 8 + [_I] * 6 + [_L] * 4 + [ctypes.c_float, _I, _I, _P]
     function.restype = _I
     return function
