@@ -57,6 +57,17 @@ __device__ __forceinline__ void mma_n256_tall(float (&d)[128], uint64_t a, uint6
         : "l"(a), "l"(b));
 }
 
+// Whether a warp would pass the barrier without waiting.
+__device__ __forceinline__ bool barrier_test(uint32_t bar, uint32_t parity) {
+    uint32_t done;
+    asm volatile(
+        "{\n.reg .pred p;\nmbarrier.test_wait.parity.shared::cta.b64 p, [%1], %2;\nselp.u32 %0, 1, 0, p;\n}\n"
+        : "=r"(done)
+        : "r"(bar), "r"(parity)
+        : "memory");
+    return __shfl_sync(~0u, done, 0);
+}
+
 __device__ __forceinline__ void issue_scores(float (&s)[24], uint32_t q_shared, const uint32_t (&q)[kRegisterSteps * 4],
                                              uint32_t stage) {
     const uint64_t a = descriptor(q_shared, 0, 1024, k128B), b = descriptor(stage, 0, 1024, k128B);
@@ -270,11 +281,17 @@ template <int kSplits> __global__ void __launch_bounds__(384, 1) sparse_mla_kern
 #pragma unroll
                     for (int i = 0; i < kKeys / 16; ++i) mma_n256_tall(acc, advance(mine, i * 256), advance(v, i * 2048));
                     mma_commit();
-                    mma_wait<0>();
-                    pin(acc);
-                    release(step);  // before it waits for rows, which may need the place
+                    const uint32_t later = done + step + 2;
+                    const bool ready = decltype(another)::value &&
+                                       barrier_test(smem_address(&shared.full[later % kStages]), later / kStages & 1);
+                    if (!ready) {  // it must not wait for rows that may need the place
+                        mma_wait<0>();
+                        pin(acc);
+                        release(step);
+                    }
                     if constexpr (decltype(another)::value) issue(step + 2);
                     if constexpr (decltype(other)::value) take(step + 1);
+                    if (ready) release(step);
                 };
                 constexpr std::true_type yes;
                 constexpr std::false_type no;
