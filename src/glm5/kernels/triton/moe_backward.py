@@ -155,7 +155,8 @@ class GroupedSwiGLU(torch.autograd.Function):
     def forward(ctx: Any, x_ND: Tensor, gate_up: Tensor, down: Tensor, expert_NM: Tensor, weight_NM: Tensor) -> Tensor:
         (tokens, choices), experts = expert_NM.shape, down.shape[0]
         flat = expert_NM.flatten()
-        pair = flat.argsort(stable=True).to(torch.int32)  # of each position; `place` is its inverse
+        # The pair of each position; `place` is its inverse. Two bytes are sorted by in a quarter of eight's launches.
+        pair = flat.to(torch.int16).argsort(stable=True).to(torch.int32)
         place = torch.empty_like(pair)
         place[pair.long()] = torch.arange(pair.numel(), dtype=torch.int32, device=pair.device)
         bounds = torch.arange(experts + 1, device=flat.device, dtype=flat.dtype)
