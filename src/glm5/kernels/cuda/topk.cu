@@ -220,12 +220,13 @@ __global__ void __launch_bounds__(kThreads, kCluster == 1 ? 3 : 1) stable_topk_k
         const int sample = min(kSampleMax, max(64, static_cast<int>(16LL * span / k)));  // vectors of 4
         const float expected = 4.0f * sample * k / span;
         const int aim = static_cast<int>(expected + 5.0f * sqrtf(expected) + 4.0f);
+        const float spread = static_cast<float>(vectors) / sample;
         int size = 0;
         uint32_t best = 0;  // of this thread
         for (int i = threadIdx.x; i < sample; i += kThreads) {
-            const int from = static_cast<int64_t>(i) * vectors / sample;
-            const int stride = max(1, static_cast<int>(static_cast<int64_t>(i + 1) * vectors / sample) - from);
-            const float4 x = load4<kAligned>(row, begin4 + from + (i * 2654435761u >> 8) % stride, first, last);
+            const int from = static_cast<int>(i * spread), stride = max(1, static_cast<int>((i + 1) * spread) - from);
+            const int at = min(vectors - 1, from + static_cast<int>(__umulhi(i * 2654435761u, stride)));
+            const float4 x = load4<kAligned>(row, begin4 + at, first, last);
             const uint4 key = {to_key(x.x), to_key(x.y), to_key(x.z), to_key(x.w)};
             *reinterpret_cast<uint4*>(shared.key + 4 * i) = key;
             best = max(max(best, max(key.x, key.y)), max(key.z, key.w));
