@@ -1,6 +1,6 @@
 """Does an agent learn? Fine-tuning on scripted trajectories, then asynchronous reinforcement learning with a tool.
 
-    python benchmarks/agent_learning.py [--seeds 0,1,2] [--sft-steps 62] [--rl-steps 40] [--out DIR] [--json FILE]
+    python benchmarks/agent_learning.py [--seeds 0,1,2] [--sft-steps N] [--rl-steps N] [--out DIR] [--json FILE]
                                         [--variant whole|retokenised|no-mask|no-bound|no-reset|synchronous ...]
 
 The task is `examples/services/cards.py`: look at hidden cards, one a turn, and name the highest. A model of `nano`'s
@@ -191,15 +191,15 @@ def main() -> None:
     parser.add_argument("--seeds", default="0,1,2")
     parser.add_argument("--variant", nargs="*", default=["whole"])
     for name, default in (
-        ("sft-steps", 62), ("rl-steps", 40), ("scripts", 400), ("vocab", 300), ("hidden", 128), ("layers", 2),
-        ("experts", 4), ("seq-len", 128), ("group", 8), ("groups", 8), ("updates", 1), ("staleness", 3),
-        ("concurrency", 64), ("drafts", 0), ("held-out", 100), ("eval-every", 10), ("highest", 10),
+        ("sft-steps", 250), ("rl-steps", 8), ("scripts", 1000), ("vocab", 300), ("hidden", 128), ("layers", 2),
+        ("experts", 4), ("seq-len", 128), ("group", 8), ("groups", 4), ("updates", 4), ("staleness", 2),
+        ("concurrency", 64), ("drafts", 0), ("held-out", 44), ("eval-every", 2), ("highest", 10),
     ):  # fmt: skip
         parser.add_argument(f"--{name}", type=int, default=default)
     parser.add_argument("--cards", default="ab", help="a letter each")
     parser.add_argument("--hasty", type=float, default=0.8)
     parser.add_argument("--sft-lr", type=float, default=3e-3)
-    parser.add_argument("--lr", type=float, default=5e-4)
+    parser.add_argument("--lr", type=float, default=3e-4)
     parser.add_argument("--out", help="keep the runs here, and go on from what is there")
     parser.add_argument("--json", help="write the figures here")
     args = parser.parse_args()
