@@ -39,7 +39,7 @@ def available() -> tuple[bool, str]:
 
 @functools.cache
 def library() -> ctypes.CDLL:
-    """The compiled kernels. First use on a machine compiles, about 20 seconds on 16 cores.
+    """The compiled kernels. First use on a machine compiles, about 30 seconds on 16 cores.
 
     Raises:
         KernelBuildError: no nvcc, or it failed; the message ends with its output.
