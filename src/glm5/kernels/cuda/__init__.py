@@ -1,4 +1,4 @@
-"""Hopper kernels in CUDA C++: sparse MLA, indexer scores, stable top-k, experts, where Triton left too much time on the table.
+"""Hopper kernels in CUDA C++: sparse MLA, indexer, stable top-k, experts, where Triton left too much time on the table.
 
 Built by `nvcc` on first use into the user's cache, one plain shared library without torch's headers, called through
 ctypes with raw pointers. `docs/kernels.md` has the ideas and the measurements. Read next: `sparse_mla`, `topk`.
