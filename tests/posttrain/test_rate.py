@@ -84,18 +84,29 @@ def test_an_interrupted_one_goes_on_with_the_same_rates(tmp_path: Path, monkeypa
     assert drawn == [4, 5, 6, 7, 8, 9]
     with pytest.raises(DataError, match="holds other prompts than these"):
         rate(replace(given, data=(write_prompts(tmp_path / "other.jsonl", 10),)), lambda _: None)
+    with pytest.raises(DataError, match="holds rates of the weak policy"):
+        rate(replace(given, policy="strong"), lambda _: None)
+    assert Path(given.out).read_bytes() == whole
 
 
 def test_no_verdict_is_no_rate(tmp_path: Path) -> None:
-    given = config(tmp_path, data=(write_prompts(tmp_path / "x.jsonl", 2, verifier="verifiers:die"),))
+    """Nor is an earlier one of this policy."""
+    path = Path(write_prompts(tmp_path / "x.jsonl", 2, verifier="verifiers:die"))
+    rows = [json.loads(line) for line in path.read_text().splitlines()]
+    rows[1]["pass_rate"] = {"weak": 0.5, "strong": 0.75}
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    given = config(tmp_path, data=(str(path),))
     assert rate(given, lambda _: None) == {}
-    assert all("pass_rate" not in json.loads(line) for line in Path(given.out).read_text().splitlines())
+    found = [json.loads(line).get("pass_rate") for line in Path(given.out).read_text().splitlines()]
+    assert found == [None, {"strong": 0.75}]
 
 
 def test_what_cannot_be_rated_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     given = config(tmp_path)
     with pytest.raises(ConfigError, match="must name the file to write"):
         rate(replace(given, out=""), lambda _: None)
+    with pytest.raises(ConfigError, match="must name generators"):
+        replace(given, data=(), tasks=())
     with pytest.raises(ConfigError, match="is one of the files that are read"):
         rate(replace(given, out=given.data[0]), lambda _: None)
     (tmp_path / "bad.jsonl").write_text('{"prompt": 3}\n')

@@ -2,9 +2,9 @@
 
 Each prompt is tried a number of times; the share of tries that its verifier passes is written into the row's
 `pass_rate`, as that of the weak policy (the one that will learn, or an earlier one) or of the strong one. A row that no
-try of which has a verdict gets none. The rows are those that were read, one line each and in their order, so an
-interrupted run goes on behind the last whole line. Source: report, section 3.2 (difficulty filtering). Read next:
-`prompts`, whose `Difficulty` reads the rates; `rollouts`.
+try of which has a verdict gets none, also if it had one. The rows are those that were read, one line each and in their
+order, so an interrupted run goes on behind the last whole line. Source: report, section 3.2 (difficulty filtering).
+Read next: `prompts`, whose `Difficulty` reads the rates; `rollouts`.
 """
 
 from __future__ import annotations
@@ -56,6 +56,8 @@ class RateConfig:
     def __post_init__(self) -> None:
         if self.count < 1:
             raise ConfigError("count", self.count, "must be at least 1")
+        if not (self.data or self.tasks):
+            raise ConfigError("tasks", (), "must name generators, where data names no files")
 
 
 def read_rated(config: RateConfig) -> list[Rated]:
@@ -91,7 +93,7 @@ def rate(config: RateConfig, say: Say = print) -> dict[str, list[float]]:
     rows = read_rated(config)
     require_writable(out.parent)
     with exclusive(out.with_name(f".{out.name}.lock")):
-        done = _done(out, rows)
+        done = _done(out, rows, config.policy)
         device = resolve_device(config.device)
         model = load_model(config.checkpoint, device=device, dtype="float32")
         loop = LoopConfig(
@@ -107,8 +109,10 @@ def rate(config: RateConfig, say: Say = print) -> dict[str, list[float]]:
                 made = []
                 for (row, prompt), group in zip(part, groups, strict=True):
                     found = pass_rate([s.verdict for s in group.samples if s.verdict is not None])
-                    rates = {**row.get("pass_rate", {}), **({} if found is None else {config.policy: found})}
-                    made.append({**row, "id": prompt.id, **({"pass_rate": rates} if rates else {})})
+                    rates = {**row.get("pass_rate", {}), config.policy: found}
+                    rates = {name: share for name, share in rates.items() if share is not None}
+                    others = {name: value for name, value in row.items() if name != "pass_rate"}
+                    made.append({**others, "id": prompt.id, **({"pass_rate": rates} if rates else {})})
                 done += made
                 with file_errors(out, "write"), out.open("ab") as f:
                     f.write(b"".join(map(_line, made)))
@@ -122,8 +126,8 @@ def rate(config: RateConfig, say: Say = print) -> dict[str, list[float]]:
     return by_domain
 
 
-def _done(out: Path, rows: list[Rated]) -> list[dict[str, Any]]:
-    """What an earlier start wrote, without a line that a kill has torn."""
+def _done(out: Path, rows: list[Rated], policy: str) -> list[dict[str, Any]]:
+    """What an earlier start wrote for this policy, without a line that a kill has torn."""
     if not out.exists():
         return []
     with file_errors(out, "read"):
@@ -135,6 +139,13 @@ def _done(out: Path, rows: list[Rated]) -> list[dict[str, Any]]:
         raise FileError(f"{out} is no file of prompts", "Name another one as --out") from None
     if not same:
         raise DataError(f"{out} holds other prompts than these", "Name another file as --out")
+    rates = [
+        (given.get("pass_rate", {}), row.get("pass_rate", {})) for (given, _), row in zip(rows, done, strict=False)
+    ]
+    others = {name for old, new in rates for name in {*old, *new} - {policy} if old.get(name) != new.get(name)}
+    if others:
+        what = f"{out} holds rates of the {', '.join(sorted(others))} policy, begun by an earlier start"
+        raise DataError(what, "Go on with that --policy, or name another file as --out")
     write_bytes(out, b"".join(map(_line, done)))
     return done
 
