@@ -281,7 +281,7 @@ class Graphs:
             try:
                 self._steps[shape] = self._kind(self, shape)
             except RuntimeError as problem:
-                log.warning("steps run plainly, without CUDA graphs: %s", str(problem).splitlines()[0])
+                log.warning("steps run plainly, without CUDA graphs: %s", str(problem).partition("\n")[0])
                 self._broken = True
                 return None
         return self._steps[shape]

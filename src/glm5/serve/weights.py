@@ -194,7 +194,8 @@ class WeightSource:
                 try:
                     group.broadcast(received[name])
                 except RuntimeError as error:
-                    what = f"{name} did not come over {update.group_name}: {str(error).splitlines()[0]}"
+                    said = str(error).partition("\n")[0]
+                    what = f"{name} did not come over {update.group_name}: {said}"
                     raise UserError(what, "Leave the group, and join a new one") from None
         return received
 
