@@ -21,6 +21,7 @@ from glm5.model.weights import load_model
 from glm5.posttrain import teachers
 from glm5.posttrain.distill import DistillConfig, Distiller, distill, load_teachers
 from glm5.posttrain.divergence import reverse_kl, told_kl
+from glm5.posttrain.drawing import prompt_of
 from glm5.posttrain.losses import glm5_reasoning
 from glm5.posttrain.reason import prepare_prompts
 from glm5.posttrain.rollouts import Group, Rollouts
@@ -127,7 +128,7 @@ def test_a_run_keeps_its_teachers(tmp_path: Path) -> None:
     weights = Path(given.paths["a"]) / "model.safetensors"
     weights.write_bytes((Path(given.paths["b"]) / "model.safetensors").read_bytes())
     with pytest.raises(ConfigError, match=r"teachers='a'.*not those that this run began with"):
-        distill(replace(few, learn=replace(few.learn)), lambda _: None)
+        distill(few, lambda _: None)
 
 
 # ---------------------------------------------------------------------------------------------------- the formula
@@ -152,8 +153,11 @@ def test_a_told_divergence_by_hand() -> None:
 
 
 # ---------------------------------------------------------------------------------------------------- faults
+CUT = b"<cut>"
+
+
 class Scripted(BaseHTTPRequestHandler):
-    """Answers with a list's first entries: (status, body)."""
+    """Answers with a list's first entries: (status, body). A body that ends in `CUT` is said to be longer."""
 
     said: list[tuple[int, bytes]]
 
@@ -163,7 +167,7 @@ class Scripted(BaseHTTPRequestHandler):
         self.send_response(status)
         self.send_header("Content-Length", str(len(body)))
         self.end_headers()
-        self.wfile.write(body)
+        self.wfile.write(body.removesuffix(CUT))
 
     def log_message(self, format: str, *args: Any) -> None: ...
 
@@ -194,7 +198,10 @@ def answer(ids: list[int], version: str = "0", value: float = -1.0) -> bytes:
 
 @pytest.mark.usefixtures("hurried")
 def test_a_server_that_is_busy_is_asked_again() -> None:
-    with scripted((503, b"busy"), (200, b"{torn"), (429, b""), (200, answer([1, 2, 3]))) as (url, handler):
+    with scripted((503, b"busy"), (200, b"{torn"), (200, b"{" + CUT), (429, b""), (200, answer([1, 2, 3]))) as (
+        url,
+        handler,
+    ):
         (told,) = ServedTeacher(url).tell([[1, 2, 3]], 0)
         assert told.logprobs.tolist() == [-1.0, -1.0]
         assert len(handler.said) == 1
@@ -234,6 +241,16 @@ def test_nobody_there_and_other_ids() -> None:
         pytest.raises(ConfigError, match="its tokenizer is not the policy's"),
     ):
         ServedTeacher(url).check(tokenizer())
+
+
+def test_answers_that_a_teachers_engine_cannot_read_are_refused_at_once(tmp_path: Path) -> None:
+    given = replace(config(tmp_path), teacher_engines=True, teacher_memory_gib=0.02)
+    context = load_model(given.checkpoint).config.max_position_embeddings
+    t, prompts = load_tokenizer(given.checkpoint), prepare_prompts(given.prompts, given.learn.seed).train
+    longest = max(len(prompt_of(t, p.messages, p.tools, thinking=given.rollout.thinking)) for p in prompts)
+    room = context - longest  # of an answer, in the policy's own engine
+    with pytest.raises(ConfigError, match=rf"rollout\.max_new_tokens={room}: must be at most {room - 1}:"):
+        distill(replace(given, rollout=replace(given.rollout, max_new_tokens=room)), lambda _: None)
 
 
 def test_settings_that_engines_cannot_tell_of(tmp_path: Path) -> None:

@@ -206,8 +206,23 @@ def load_teachers(config: DistillConfig, domains: Sequence[str], device: str) ->
     return {domain: loaded[path] for domain, path in paths.items()}
 
 
+def refuse_long(config: DistillConfig, teachers: Mapping[str, GLM5 | Teacher], longest: int) -> None:
+    """See that each teacher's engine can read the longest answer to the longest prompt, and draw an id behind it.
+
+    Raises:
+        ConfigError: one cannot.
+    """
+    for domain, teacher in teachers.items():
+        if isinstance(teacher, GLM5) or teacher.context is None:
+            continue
+        room, asked = teacher.context - longest - 1, config.rollout.max_new_tokens
+        if asked > room:
+            rule = f"must be at most {room}: with a prompt of {longest}, fewer than the context of {teacher.context}"
+            raise ConfigError("rollout.max_new_tokens", asked, f"{rule} of the engine of {domain}'s teacher")
+
+
 def keep_teachers(config: DistillConfig, teachers: Mapping[str, GLM5 | Teacher]) -> None:
-    """Write down in RUN/teachers.json which weights teach.
+    """Write down in RUN/teachers.json which weights teach. A served teacher is known by its weight_version only.
 
     Raises:
         ConfigError: the run has begun with others.
@@ -241,6 +256,7 @@ def distill(config: DistillConfig, say: Say = print) -> Distilled:
         def make(model: GLM5, rollouts: Rollouts) -> BatchedLearner:
             ranks, domains = rollouts.ranks, list(prompts.order.domains)
             teachers = ranks.together(lambda: load_teachers(config, domains, str(model.device)))
+            refuse_long(config, teachers, rollouts.refuse_long(prompts.train))
             ranks.on_main(lambda: keep_teachers(config, teachers))
             learner = Distiller(config.learn, model, config.loss, rollouts, Path(config.run), digest(prompts.train))
             learner.order, learner.teachers, learner.pages = prompts.order, teachers, config.page_every

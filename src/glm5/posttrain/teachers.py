@@ -10,6 +10,7 @@ Source: report, section 3.5 (inference engines of the earlier stages). Read next
 
 from __future__ import annotations
 
+import http.client
 import json
 import os
 import time
@@ -54,7 +55,13 @@ class Told:
 
 
 class Teacher(Protocol):
-    """Whoever tells log-probabilities."""
+    """Whoever tells log-probabilities.
+
+    Attributes:
+        context: a text must have fewer ids; None where that is not known.
+    """
+
+    context: int | None
 
     def tell(self, texts: Sequence[Sequence[int]], top: int) -> list[Told]:
         """Of each text, which has at least two ids. top: how many of the likeliest ids.
@@ -70,6 +77,7 @@ class EngineTeacher:
 
     def __init__(self, model: GLM5, tokenizer: Tokenizer, memory_gib: float) -> None:
         self.engine = Engine(model.eval(), EngineConfig(memory_gib=memory_gib, overlap=False), tokenizer)
+        self.context: int | None = self.engine.context
 
     def tell(self, texts: Sequence[Sequence[int]], top: int) -> list[Told]:
         params = SamplingParams(max_new_tokens=1, temperature=0.0, prompt_logprobs=top)
@@ -102,6 +110,7 @@ class ServedTeacher:
         self.url, self.timeout_s, self.tries = url.rstrip("/"), timeout_s, tries
         self.batch, self.at_once = batch, at_once
         self.version: str | None = None  # of the weights, once it is known
+        self.context: int | None = None  # likewise, if the server tells
 
     def check(self, tokenizer: Tokenizer) -> str:
         """The version of its weights. All it tells later must come from the same.
@@ -109,7 +118,8 @@ class ServedTeacher:
         Raises:
             UserError: nobody answers. ConfigError: it reads other ids than this tokenizer.
         """
-        ids = self._ask("/tokenize", {"prompt": PROBE, "add_special_tokens": False})["tokens"]
+        said = self._ask("/tokenize", {"prompt": PROBE, "add_special_tokens": False})
+        ids, self.context = said["tokens"], said.get("max_model_len")
         if ids != tokenizer.encode(PROBE):
             raise ConfigError("teachers", self.url, "its tokenizer is not the policy's: ids would differ")
         self.tell([[*tokenizer.prefix_ids, *ids][:8]], 0)
@@ -159,7 +169,7 @@ class ServedTeacher:
                 said = f"status {e.code}: {e.read()[:300].decode(errors='replace')}"
                 if e.code < 500 and e.code != 429:
                     raise UserError(f"the teacher at {self.url} refuses {path}: {said}", "Look at its log") from None
-            except (OSError, ValueError) as e:
+            except (OSError, http.client.HTTPException, ValueError) as e:  # also an answer that is cut off
                 said = f"{type(e).__name__}: {e}"
             if attempt < self.tries - 1:
                 time.sleep(min(30.0, 0.5 * 4**attempt))
