@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -73,7 +74,8 @@ def speaker() -> GLM5:
 
 
 def rollouts(policy: GLM5, pool: VerifierPool | None, **changes: Any) -> Rollouts:
-    config: dict[str, Any] = dict(prompts=1, group=4, max_new_tokens=160, thinking=False, memory_gib=0.1, tool="python")
+    config: dict[str, Any] = dict(prompts=1, group=4, max_new_tokens=160, thinking=False, memory_gib=0.1)
+    config |= dict(tool="python", tool_timeout=120.0)
     return Rollouts(policy, tokenizer(), RolloutConfig(**{**config, **changes}), pool, seed=5)
 
 
@@ -157,7 +159,7 @@ def call(code: Any, name: str = "python") -> ParsedCall:
 
 @pytest.fixture
 def tool() -> Iterator[PythonTool]:
-    made = PythonTool(2.0, 2)
+    made = PythonTool(120.0, 2)
     yield made
     made.close()
 
@@ -190,6 +192,9 @@ def test_what_a_model_does_wrong_is_told_to_it(tool: PythonTool) -> None:
 
 
 def test_a_call_that_hangs_is_ended_and_others_wait_for_an_interpreter(tool: PythonTool) -> None:
+    tool.ask(0, [call("0")])
+    results(tool)  # its interpreter has begun, so its limit is of the call alone
+    tool._open[0].limits = replace(tool.limits, wall_s=2.0)
     for answer in range(5):
         tool.ask(answer, [call("while True: pass" if answer == 0 else f"{answer}")])
     found: dict[Any, list[str]] = {}
