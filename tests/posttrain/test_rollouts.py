@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import gc
 import math
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,8 +20,8 @@ from glm5.posttrain.rollouts import Group, RolloutConfig, Rollouts, Sample, figu
 from glm5.posttrain.rows import pack
 from glm5.posttrain.verify.pool import VerifierPool
 from glm5.posttrain.verify.verdict import Verdict, judged
-from glm5.serve.request import Request, TokenInfo
-from glm5.utils.errors import CheckpointError, ConfigError, DataError
+from glm5.serve.request import Finish, Request, TokenInfo
+from glm5.utils.errors import CheckpointError, ConfigError, DataError, UserError
 from support.conversations import tokenizer
 from support.training import tiny
 
@@ -108,6 +109,15 @@ def test_pushed_weights_arrive_whole_under_their_version(monkeypatch: pytest.Mon
     monkeypatch.setattr(found.engine, "checksum", lambda: {**checksum(), "lm_head.weight": "another"})
     with pytest.raises(CheckpointError, match=r"lm_head\.weight is not what was sent as version 8"):
         found.push(policy, 8)
+
+
+def test_an_answer_on_which_the_engine_failed_is_not_learned_from(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = rollouts(model())
+    step = found.engine.step
+    failed = Finish("error", message="not finite")
+    monkeypatch.setattr(found.engine, "step", lambda: [replace(d, finish=d.finish and failed) for d in step()])
+    with pytest.raises(UserError, match=f"the engine failed on prompt '{prompts(1)[0].id}': not finite"):
+        found.draw(numbered(1))
 
 
 # ------------------------------------------------------------------------------------------------- verdicts

@@ -23,6 +23,7 @@ from glm5.text.chat import render
 from glm5.text.messages import Message, Tool
 from glm5.text.parser import parse
 from glm5.text.tokenizer import Tokenizer
+from glm5.utils.errors import UserError
 
 if TYPE_CHECKING:
     from glm5.posttrain.rollouts import Group, RolloutConfig, Sample
@@ -77,7 +78,11 @@ class Drawing:
         self._turns: defaultdict[str, list[Turn]] = defaultdict(list)
 
     def __call__(self, groups: Sequence[Group]) -> None:
-        """Fill the samples of these groups."""
+        """Fill the samples of these groups.
+
+        Raises:
+            UserError: the engine failed on an answer.
+        """
         for group in groups:
             rid = str(group.number)
             for index, sample in enumerate(group.samples):
@@ -89,6 +94,9 @@ class Drawing:
                 for delta in self.engine.step():
                     turn = self._turns[delta.rid][delta.index]
                     turn.take(delta)
+                    if delta.finish is not None and delta.finish.type == "error":
+                        what = f"the engine failed on prompt {turn.group.prompt.id!r}: {delta.finish.message}"
+                        raise UserError(what, "Look at the checkpoint, and at the prompt")
                     if delta.finish is not None:
                         self._ended(turn, delta.finish.type)
             if self.tool is not None and self.tool.busy:
