@@ -77,7 +77,7 @@ def engine(listening: socket.socket) -> None:
 def gateway(listening: socket.socket, engines: list[str]) -> None:
     tokenizer = ScriptedEngine().tokenizer
     made = {url: HttpEngine(url, tokenizer, "glm5-test", 4096, timeout_s=60) for url in engines}
-    pool = EnginePool(made, Router(str(VERSION), silent_s=10.0), beat_s=0.5)
+    pool = EnginePool(made, Router(str(VERSION), silent_s=60.0), beat_s=0.5)
     run_app(create_gateway(pool, GatewayOptions(), start=pool.start, stop=pool.stop), listening)
 
 
@@ -252,14 +252,16 @@ class Chaos:
         if kind == "loris":
             self._loris()
         elif kind == "kill":
-            os.kill(part.pid, signal.SIGKILL)
+            with suppress(ProcessLookupError):
+                os.kill(part.pid, signal.SIGKILL)
             part.join()
             kind = f"kill {name}"
             time.sleep(self.rng.random() / 2)
         elif kind == "hang":
-            os.kill(part.pid, signal.SIGSTOP)
-            time.sleep(self.rng.uniform(0.1, 1.5))
-            os.kill(part.pid, signal.SIGCONT)
+            with suppress(ProcessLookupError):
+                os.kill(part.pid, signal.SIGSTOP)
+                time.sleep(self.rng.uniform(0.1, 1.5))
+                os.kill(part.pid, signal.SIGCONT)
         else:
             with suppress(ProcessLookupError):
                 os.kill(part.pid, signal.SIGUSR1)
