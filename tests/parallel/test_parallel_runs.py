@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+import threading
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ from torch import Tensor
 from glm5.model.weights import load_model
 from glm5.parallel.mesh import World
 from glm5.train.loop import Trainer
+from glm5.utils.errors import CheckpointError
 from glm5.utils.runlog import read_metrics
 from support.parallel import apart, make, optimizer_state, weights
 from support.ranks import run_ranks
@@ -240,6 +242,58 @@ def test_a_full_disk_of_one_rank_is_said_by_all(trained: tuple[Path, list[dict[s
         assert said.startswith("CheckpointError: the checkpoint of step 1 was not saved (rank 1: OSError")
         assert "No space left" in said
         assert said.endswith("['step-00000000']")
+
+
+def _words_while_saving(world: World, directory: str) -> list[str]:
+    """Main threads agree on something while a rank's thread is still writing."""
+    from glm5.train import sharded
+
+    of, go_on, plain = make(world, directory, "beside", **OPTIONS), threading.Event(), sharded.dcp.save
+
+    def late(*args: Any, **options: Any) -> Any:
+        assert go_on.wait(100)
+        return plain(*args, **options)
+
+    if world.rank == 1:
+        sharded.dcp.save = late
+    of.save()
+    said = of.ranks.from_main(lambda: "a word")
+    other = of.another_store(Path(directory) / "beside" / "elsewhere")
+    of.save(other)  # its beginning is agreed on, and its end waits for nothing of the first
+    go_on.set()
+    of.store.wait()
+    other.wait()
+    return [said, *(path.name for store in (of.store, other) for path in store.list())]
+
+
+def test_main_threads_agree_while_others_save(trained: tuple[Path, list[dict[str, Any]]]) -> None:
+    for said in run_ranks(2, "dp=2,ep=2", _words_while_saving, str(trained[0])):
+        assert said == ["a word", "step-00000000", "step-00000000"]
+
+
+def _unreadable(world: World, directory: str) -> str:
+    """One rank cannot read again what it wrote."""
+    from glm5.train import sharded
+
+    of = make(world, directory, "unreadable", **OPTIONS)
+    if world.rank == 1:
+
+        def fail(_: Path) -> str:
+            raise OSError(5, "Input/output error")
+
+        sharded.sha256_file = fail  # type: ignore[assignment]
+    of.save()
+    try:
+        of.store.wait()
+    except CheckpointError as e:
+        return f"{e.what}; {[p.name for p in of.store.list()]}"
+    return "nothing"
+
+
+def test_a_part_that_cannot_be_read_again_is_said_by_all(trained: tuple[Path, list[dict[str, Any]]]) -> None:
+    for said in run_ranks(2, "dp=2,ep=2", _unreadable, str(trained[0])):
+        assert said.startswith("the checkpoint of step 0 was not saved (rank 1: OSError: [Errno 5] Input/output error)")
+        assert said.endswith("; []")
 
 
 def _bf16(world: World, directory: str) -> list[str]:

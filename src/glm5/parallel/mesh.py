@@ -159,7 +159,8 @@ class World:
     """This process's place in a mesh that runs: coordinates, process groups, torch device meshes.
 
     Axes by name: `pp`, `dp`, `cp`, `tp`, `data` (dp x cp), `stage` (all of one pipeline stage), `replicate`, `shard`,
-    `ep`, `edp` and `world`; `files` is the world again, on CPUs, for a thread that writes beside training.
+    `ep`, `edp` and `world`; `files` is the world again, on CPUs, where main threads wait for one that reads or writes
+    files; threads that write beside training have groups of their own (`glm5.train.sharded`).
 
     Attributes:
         mesh, device, rank, size.

@@ -154,6 +154,7 @@ def _failed(it: Stepper, error: NumericalError) -> NumericalError:
     """The error of a bad step, after keeping the state that it left."""
     advice = "lower the learning rate or remove the bad data, and start again in another directory"
     try:
+        it.store.wait()  # the checkpoint before is not to be lost
         store = it.another_store(it.directory / "failed" / f"step-{it.finished_steps}")
         place = it.save(store)
         store.wait()

@@ -4,7 +4,8 @@ The parts are safetensors files of torch's distributed checkpoint, whose headers
 tensor, so a run saved on 4 ranks goes on on 2, on 8, or in one process. Everything else is as in `checkpoint`: written
 under another name, each file with its checksum in the manifest, renamed by the main rank once all ranks are done, old
 ones removed after. A save copies the tensors to host memory and returns; a thread writes them, while training goes on.
-`wait`, which the next save begins with, raises what went wrong, on every rank. Read first: `checkpoint`.
+The threads of a store talk in a process group of their own, where no other thread does. `wait`, which the next save
+begins with, raises what went wrong, on every rank. Read first: `checkpoint`.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ import threading
 import warnings
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -23,11 +25,12 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import Tensor
+from torch.distributed import ProcessGroup
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.checkpoint.staging import BlockingAsyncStager
 from torch.distributed.tensor import DTensor
 
-from glm5.parallel.mesh import World
+from glm5.parallel.mesh import FILES_TIMEOUT_SECONDS, World
 from glm5.parallel.shard import laid_out
 from glm5.train.checkpoint import (
     SHARDED,
@@ -60,6 +63,7 @@ class ShardedStore(CheckpointStore):
     def __init__(self, directory: str | Path, keep: int, world: World, places: Places) -> None:
         super().__init__(directory, keep)
         self.world, self.places = world, places
+        self._group: ProcessGroup | None = None
         self._thread: threading.Thread | None = None
         self._error: BaseException | None = None
 
@@ -78,7 +82,11 @@ class ShardedStore(CheckpointStore):
         named = {f"{group}/{name}": t.detach() for group, members in tensors.items() for name, t in members.items()}
         name = self._agreed(lambda: self._begin(step, named, document))
         staged = BlockingAsyncStager().stage(named)
-        self._thread = threading.Thread(target=self._save, args=(name, step, staged, document), daemon=True)
+        if self._group is None:
+            self._group = dist.new_group(backend="gloo", timeout=timedelta(seconds=FILES_TIMEOUT_SECONDS))
+        self._thread = threading.Thread(
+            target=self._save, args=(name, step, staged, document, self._group), daemon=True
+        )
         self._thread.start()
         return self.directory / name
 
@@ -108,19 +116,23 @@ class ShardedStore(CheckpointStore):
                 unfinished.mkdir()
         return name
 
-    def _save(self, name: str, step: int, staged: dict[str, Any], document: bytes) -> None:
+    def _save(self, name: str, step: int, staged: dict[str, Any], document: bytes, group: ProcessGroup) -> None:
         """In the thread: this rank's part, then, on the main rank, what makes it whole."""
         unfinished, part = self.directory / f".saving-{name}", f"shard-{self.world.rank + 1:05d}-"
         try:
             try:
                 writer = dcp.HuggingFaceStorageWriter(str(unfinished), save_distributed=True)
-                dcp.save(staged, storage_writer=writer, process_group=self.world.group("files"))
+                dcp.save(staged, storage_writer=writer, process_group=group)
             except dcp.api.CheckpointException as e:
                 causes = "; ".join(f"rank {rank}: {_cause(wrapped[0])}" for rank, wrapped in sorted(e.failures.items()))
                 raise CheckpointError(_not_saved(step, causes)) from e
-            sums = {f.name: _sum(f) for f in sorted(unfinished.glob(f"{part}*.safetensors"))}
-            files = {n: s for found in self.world.gather_objects(sums, "files") for n, s in found.items()}
-            self._agreed(lambda: self._finish(name, step, files, document))
+            found: list[Any] = [None] * self.world.size
+            dist.all_gather_object(found, _sums(unfinished, part), group=group)
+            causes = "; ".join(f"rank {rank}: {cause}" for rank, (_, cause) in enumerate(found) if cause)
+            if causes:
+                raise CheckpointError(_not_saved(step, causes))
+            files = {n: s for sums, _ in found for n, s in sums.items()}
+            self._agreed(lambda: self._finish(name, step, files, document), group)
         except UserError as e:
             self._error = e
         except BaseException as e:
@@ -145,8 +157,12 @@ class ShardedStore(CheckpointStore):
             self._prune(final)
         return name
 
-    def _agreed(self, act: Callable[[], str]) -> str:
-        """What the main rank's `act` returns, on every rank; its `UserError` as a `CheckpointError` on every rank."""
+    def _agreed(self, act: Callable[[], str], group: ProcessGroup | None = None) -> str:
+        """What the main rank's `act` returns, on every rank; its `UserError` as a `CheckpointError` on every rank.
+
+        Args:
+            group: that of the thread; None in the main thread.
+        """
         said: list[Any] = [None, None]
         if self.world.main:
             try:
@@ -157,7 +173,7 @@ class ShardedStore(CheckpointStore):
                 said[1] = (e.what, e.mend)
             except Exception as e:
                 said[1] = (f"rank 0: {_cause(e)}", "")
-        dist.broadcast_object_list(said, src=0, group=self.world.group("files"))
+        dist.broadcast_object_list(said, src=0, group=group or self.world.group("files"))
         if said[1] is not None:
             raise CheckpointError(*said[1])
         return said[0]
@@ -245,8 +261,13 @@ def _placed(t: Tensor, like: Tensor | None) -> Tensor:
     return laid_out(t, like) if isinstance(like, DTensor) and like.shape == t.shape else t
 
 
-def _sum(path: Path) -> dict[str, Any]:
-    return {"bytes": path.stat().st_size, "sha256": sha256_file(path)}
+def _sums(directory: Path, part: str) -> tuple[dict[str, dict[str, Any]], str]:
+    """Size and checksum of a rank's files, by name; and what went wrong, which is empty if nothing did."""
+    try:
+        files = sorted(directory.glob(f"{part}*.safetensors"))
+        return {f.name: {"bytes": f.stat().st_size, "sha256": sha256_file(f)} for f in files}, ""
+    except (OSError, FileError) as e:
+        return {}, _cause(e)
 
 
 def _cause(error: BaseException) -> str:
