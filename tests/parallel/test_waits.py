@@ -12,6 +12,7 @@ from torch import nn
 from torch.distributed.fsdp import fully_shard
 
 from glm5.parallel import waits
+from glm5.parallel.collectives import all_gather
 from glm5.parallel.compat import waiting
 from glm5.parallel.mesh import Mesh, open_world
 from glm5.parallel.pipeline import clock
@@ -43,8 +44,10 @@ def test_each_wait_counts_once(ticking: None) -> None:
             work.wait()
             assert found.seconds() == 3
             assert work.is_completed()
+            all_gather(x, world.group("world"))
+            assert found.seconds() == 4
         dist.all_reduce(x)
-        assert found.seconds() == 3
+        assert found.seconds() == 4
     assert plain == [getattr(dist, name) for name in COLLECTIVES] + [getattr(owner, name) for owner, name in waiting()]
 
 

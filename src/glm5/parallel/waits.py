@@ -25,7 +25,9 @@ import torch.distributed as dist
 
 from glm5.parallel.compat import waiting
 
-COLLECTIVES = ("all_reduce", "all_gather", "all_gather_into_tensor", "reduce_scatter_tensor", "all_to_all_single")
+_NAMES = ("all_reduce", "all_gather", "all_gather_into_tensor", "reduce_scatter_tensor", "all_to_all_single")
+_NAMES += ("all_gather_single", "reduce_scatter_single")  # of torch 2.13
+COLLECTIVES = tuple(name for name in _NAMES if hasattr(dist, name))
 
 
 class Waits:
