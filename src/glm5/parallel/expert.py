@@ -4,7 +4,11 @@ A token goes to each of its experts' ranks by an all-to-all of uneven splits, so
 order in which they are wanted; the experts run as grouped products on whatever arrived; the way back is the same
 exchange, and the weighted sum over a token's experts is taken where the token lives, in fp32 and in a fixed order. No
 token is dropped, nothing is padded. Ranks of one tensor-parallel group hold the same tokens; each sends its share
-of them, and the results are gathered. Source: report section 2.4; DeepSeek-V3. Read next: `glm5.kernels.moe`, `shard`.
+of them, and the results are gathered.
+
+In training, groups of no more ranks than a token has experts gather all tokens instead: each rank answers with its
+experts' part of every token's sum, which is rounded to the model's dtype before the ranks' parts are added. Source:
+report section 2.4; DeepSeek-V3. Read next: `glm5.kernels.moe`, `shard`.
 
 Legend: N tokens · M experts of a token · E experts · e experts of this rank · R ranks.
 """
