@@ -22,7 +22,7 @@ from pathlib import Path
 from glm5.data.loader import TokenDataset
 from glm5.data.mixing import MixedDataset, MixedLoader, Mixture, Source
 from glm5.model.glm5 import GLM5
-from glm5.parallel.mesh import World, launched
+from glm5.parallel.mesh import World
 from glm5.text.tokenizer import Tokenizer, load_tokenizer
 from glm5.train.config import TrainConfig
 from glm5.train.loop import MAY_DIFFER, Trainer
@@ -161,7 +161,7 @@ def midtrain(config: MidtrainConfig, say: Say = print, checked: Callable[[], Non
     config = settled(config)
     if not config.checkpoint:
         raise ConfigError("checkpoint", "", "must name the model's directory: glm5 midtrain CHECKPOINT ...")
-    model = begin_with(config.checkpoint, "cpu" if config.mesh or launched() else config.device)
+    model = begin_with(config.checkpoint, "cpu" if config.mesh else config.device)
     tokenizer, run, shape = load_tokenizer(config.checkpoint), Path(config.run), model.config
     for i, stage in enumerate(config.stages):
         if stage.train.sparse != shape.sparse:

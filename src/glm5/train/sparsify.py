@@ -19,7 +19,7 @@ from typing import Any
 from glm5.data.loader import Loader
 from glm5.model.glm5 import GLM5
 from glm5.model.weights import load_model
-from glm5.parallel.mesh import World, launched
+from glm5.parallel.mesh import World
 from glm5.text.tokenizer import load_tokenizer
 from glm5.train.config import TrainConfig
 from glm5.train.evaluate import held_out, indexer_recall
@@ -112,7 +112,7 @@ def sparsify(config: SparsifyConfig, say: Say = print, checked: Callable[[], Non
         raise ConfigError("checkpoint", "", "must name the dense model's directory: glm5 sparsify CHECKPOINT ...")
     # Read before the run's directory is made: most calls that fail name something else than a model.
     changes: dict[str, Any] = {} if config.topk is None else {"index_topk": config.topk}
-    model = begin_with(config.checkpoint, "cpu" if config.mesh or launched() else config.device, **changes)
+    model = begin_with(config.checkpoint, "cpu" if config.mesh else config.device, **changes)
     tokenizer, run = load_tokenizer(config.checkpoint), Path(config.run)
     with together(config, run, model.config) as world:
         ranks = Ranks(world)
