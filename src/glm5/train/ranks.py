@@ -291,7 +291,7 @@ class Ranks:
     def from_main(self, act: Callable[[], T]) -> T:
         """`on_main`, with its result on all."""
         mine = self.on_main(act)
-        return mine if self.world is None else self.world.gather_objects(mine)[0]  # type: ignore[return-value]
+        return mine if self.world is None else self.world.gather_objects(mine, "files")[0]  # type: ignore[return-value]
 
     def _told(self, error: UserError | None) -> UserError | None:
         """The main rank's error on every rank: the class and words of it, or a plain one where it can't be copied."""
@@ -303,7 +303,8 @@ class Ranks:
     def together(self, act: Callable[[], T]) -> T:
         """Do something on every rank; a `UserError` on one is raised on all, with the rank's name.
 
-        For what contains no communication: a rank that fails early must not leave the others waiting inside.
+        For what contains no communication: a rank that fails early must not leave the others waiting inside. Ranks may
+        take very unequal times, as in drawing answers: they wait in the group that has hours.
         """
         if self.world is None:
             return act()
@@ -312,7 +313,7 @@ class Ranks:
             result = act()
         except UserError as e:
             error = e
-        found = self.world.gather_objects(None if error is None else (error.what, error.mend))
+        found = self.world.gather_objects(None if error is None else (error.what, error.mend), "files")
         for rank, said in enumerate(found):
             if said is not None:
                 raise error or UserError(f"rank {rank}: {said[0]}", said[1])
