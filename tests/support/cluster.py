@@ -70,7 +70,7 @@ class Worker:
         self.server.close()
         await self.fetcher.close()
         await self.wire.close()
-        await asyncio.wait({self.serving}, timeout=5)
+        await asyncio.wait({self.serving}, timeout=60)
         await self.runner.stop()
 
     @property
@@ -104,7 +104,7 @@ class Cluster:
 
     async def until_clean(self) -> None:
         """Every worker that lives is clean, in bounded time."""
-        async with asyncio.timeout(10.0):
+        async with asyncio.timeout(60.0):
             while not all(w.clean for w in self.workers if not w.stopped):
                 await asyncio.sleep(0.005)
         for worker in self.workers:
@@ -132,14 +132,16 @@ async def cluster(
         Worker((models or {}).get(i, model), config, {"p": "prefill", "d": "decode"}[r], f"{r}{i}", home, tcp)
         for i, r in enumerate(roles)
     ]
-    for worker in workers:
-        await worker.start()
-    while len(fleet.prefill) + len(fleet.decode) < len(workers):
-        await asyncio.sleep(0.005)
+    begun: list[Worker] = []
     try:
+        for worker in workers:
+            await worker.start()
+            begun.append(worker)
+        while len(fleet.prefill) + len(fleet.decode) < len(workers):
+            await asyncio.sleep(0.005)
         yield Cluster(fleet, workers)
     finally:
-        for worker in workers:
+        for worker in begun:
             if not worker.stopped:
                 await worker.stop()
         server.close()
@@ -148,7 +150,7 @@ async def cluster(
 
 def play(test: Callable[[], Coroutine[Any, Any, None]]) -> None:
     async def bounded() -> None:
-        async with asyncio.timeout(60):
+        async with asyncio.timeout(300):
             await test()
 
     asyncio.run(bounded())
