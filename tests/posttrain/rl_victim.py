@@ -46,7 +46,9 @@ def commands(directory: Path) -> dict[str, tuple[Any, Callable[..., Any]]]:
     """Configurations and what runs them; the run's directory is set later."""
     base, teacher = small_policy(directory / "base", 2), small_policy(directory / "teacher", 3)
     learn = LearnConfig(steps=STEPS, lr=LearningRate(1e-2, 1e-2), save_every=2, row_tokens=128)
-    rollout = RolloutConfig(prompts=3, group=4, max_new_tokens=2, thinking=False, memory_gib=0.02, verifiers=1)
+    rollout = RolloutConfig(
+        prompts=3, group=4, max_new_tokens=2, thinking=False, memory_gib=0.02, verifiers=1, verifier_timeout=120.0
+    )
     common: dict[str, Any] = dict(checkpoint=base, learn=learn, rollout=rollout, device="cpu", eval_every=2)
     judged = {"answer": "x", "verifier": "verifiers:even"}
 
