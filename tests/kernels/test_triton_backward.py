@@ -320,6 +320,14 @@ def test_tokens_by_pairs_and_back() -> None:
         )
 
 
+def test_tokens_of_which_no_pair_is_here() -> None:
+    x, none = _random(8, 72, seed=2).requires_grad_(), torch.empty(0, dtype=torch.int64, device=DEVICE)
+    any_ = torch.zeros(8, 3, dtype=torch.int64, device=DEVICE)
+    pairs.RowsByPair.apply(x, none, any_, any_.float()).sum().backward()
+    assert x.grad is not None
+    assert not x.grad.any()
+
+
 # --------------------------------------------------------------------------- Muon's elementwise parts
 @pytest.mark.parametrize("turned", [False, True])
 @pytest.mark.parametrize("move", [False, True])

@@ -202,7 +202,9 @@ def _gathered(x_ND: Tensor, pair: Tensor, choices: int) -> Tensor:
 
 
 def _combined(part: Tensor, place: Tensor, weight_NM: Tensor | None, tokens: int, choices: int) -> Tensor:
-    width = part.shape[1]
+    pairs, width = part.shape
+    if pairs == 0:  # whose pointer is null
+        return part.new_zeros(tokens, width)
     y = part.new_empty(tokens, width)
     if tokens:
         block = min(2048, triton.next_power_of_2(width))
