@@ -13,7 +13,6 @@ model: 3 times the forward pass of every matrix that a token meets and of causal
     deepseek   transformers' Trainer with its DeepSeek-V3 class (the same layers), SDPA and grouped_mm: in bf16 weights,
                and in fp32 ones under autocast; fused AdamW
     glm        the same with its GLM-5 class in bf16 weights: its indexer, which is not trained, selects by a mask
-    torchtitan its DeepSeek-V3, where it is installed
 
 On a CPU all run in fp32, and memory is not measured.
 """
@@ -372,10 +371,6 @@ def trained_by_transformers(job: Job, kind: str, dtype: torch.dtype) -> Steps:
     return found
 
 
-def torchtitan(_: Job) -> Steps:
-    raise NotImplementedError("torchtitan is installed, but this benchmark does not drive it yet")
-
-
 # ---- command ------------------------------------------------------------------------------------------------------
 
 PEERS: dict[str, tuple[str, Callable[[Job], Steps], str]] = {
@@ -384,7 +379,6 @@ PEERS: dict[str, tuple[str, Callable[[Job], Steps], str]] = {
     "deepseek-bf16": ("transformers Trainer, DeepSeek-V3, bf16 weights", deepseek_bf16, "accelerate"),
     "deepseek": ("transformers Trainer, DeepSeek-V3, fp32 weights under autocast", deepseek, "accelerate"),
     "glm": ("transformers Trainer, GLM-5 (DSA as a mask), bf16 weights", glm, "accelerate"),
-    "torchtitan": ("torchtitan, DeepSeek-V3", torchtitan, "torchtitan"),
 }
 
 

@@ -48,4 +48,4 @@ def test_all_train_one_model(peers: ModuleType, tmp_path: Path) -> None:
 
 def test_says_what_is_not_installed(peers: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(peers.importlib.util, "find_spec", lambda name: None)
-    assert peers.measured("torchtitan", None).note == "torchtitan is not installed"
+    assert peers.measured("glm", None).note == "accelerate is not installed"
