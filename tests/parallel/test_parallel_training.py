@@ -127,6 +127,25 @@ def test_one_step_equals_one_process(mesh: str, expected: Path) -> None:
     assert {f"pretrain {n}" for n in names} <= covered  # stages hold them all between them
 
 
+# As many experts a token as ranks that share them out, which then gather all tokens.
+MANY: dict[str, Any] = dict(model_n_routed_experts=8, model_num_experts_per_tok=4)
+
+
+def _gathered_experts(world: World, directory: str) -> list[str]:
+    found, metrics, biases = torch.load(f"{directory}/many.pt")
+    of = make(world, directory, "many-here", **MANY)
+    own, figures = gradients(of)
+    wrong = apart(found, own, TOLERANCE)
+    wrong += [n for n, bias in router_biases(of).items() if not torch.equal(bias, biases[n])]
+    return wrong + ([] if abs(figures["loss"] - metrics["loss"]) <= 1e-4 * metrics["loss"] else ["loss"])
+
+
+def test_one_step_of_gathered_experts_equals_one_process(expected: Path) -> None:
+    of = make(None, expected, "many", **MANY)
+    torch.save((*gradients(of), router_biases(of)), expected / "many.pt")
+    assert run_ranks(4, "dp=4,ep=4", _gathered_experts, str(expected)) == [[]] * 4
+
+
 def _held(world: World, meshes: list[str]) -> list[str]:
     """Bytes of parameters on the rank that holds most, against the estimate, for every mesh."""
     wrong = []
