@@ -23,7 +23,7 @@ from glm5.posttrain.rows import pack
 from glm5.posttrain.store import Store
 from glm5.serve.config import EngineConfig
 from glm5.train.schedule import LearningRate
-from glm5.utils.errors import ConfigError
+from glm5.utils.errors import ConfigError, UserError
 from glm5.utils.runlog import read_metrics
 from support.scripted import chat_tokenizer
 from support.tiny import tiny_model
@@ -139,6 +139,17 @@ def test_a_run_is_exact_to_the_token_and_goes_on_after_a_kill(
     assert [line["step"] for line in lines] == list(range(STEPS + 1))
     assert lines[-1]["rollouts"]["tasks"]["even"]["there"] == 1
     assert {"engine/prefix_hit_rate", "engine/idle", "engine/routable", "held_out/even"} <= lines[-1].keys()
+
+
+def test_a_desk_that_others_reach_wants_a_key_at_once(
+    tmp_path: Path, checkpoint: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    open_ = config(checkpoint, tmp_path, desk="10.0.0.7:9100")
+    monkeypatch.delenv("GLM5_API_KEY", raising=False)
+    with pytest.raises(UserError, match="no key is asked for there"):
+        resolve(open_)
+    monkeypatch.setenv("GLM5_API_KEY", "a key")
+    assert resolve(open_)[0].desk == "10.0.0.7:9100"
 
 
 def test_the_command_says_what_it_cannot_do(

@@ -47,6 +47,7 @@ from glm5.posttrain.rollout.sessions import Sessions
 from glm5.posttrain.spread import Spread
 from glm5.posttrain.store import Store
 from glm5.serve.config import EngineConfig
+from glm5.serve.weights import JOIN_TIMEOUT
 from glm5.text.tokenizer import Tokenizer, load_tokenizer
 from glm5.train.prepare import Say
 from glm5.utils.devices import resolve_device
@@ -157,11 +158,14 @@ def resolve(config: AgentConfig) -> tuple[AgentConfig, ModelConfig]:
     """The configuration with all that follows from it, and the model's own.
 
     Raises:
-        UserError: the checkpoint cannot be used, there is no task, or fields contradict each other.
+        UserError: the checkpoint cannot be used, there is no task, fields contradict each other, or other machines
+            could reach the desk without a key.
     """
     model = model_config(config.checkpoint, "glm5 rl agent")
     if not config.tasks and not config.desk:
         raise ConfigError("tasks", (), "must name a task service, or desk an address where some will register")
+    if not config.cluster.kind:  # a cluster has a key of its own
+        require_key(os.environ.get(KEY), _here(config, None)[0])
     taken = config.learn.updates * config.intake.groups * config.rollout.group
     follows = {"max_staleness": config.intake.max_staleness, "samples_per_version": taken}
     for name, value in follows.items():
@@ -381,12 +385,13 @@ def _engines(
     directory = Path(config.run).absolute() / "pushed" if config.weights_by == "files" else None
     if config.weights_by != "files":
         about["spread"] = Spread(about["host"], config.weights_by)
+        about["patience_s"] = JOIN_TIMEOUT.total_seconds()  # who missed the group gets the weights alone
     if cluster is None:
         engine_key = os.environ.get("GLM5_ENGINE_KEY")
         return Engines.remote(config.engines, tokenizer, context, directory, api_key=engine_key, **about)
     placed = cluster.place_engines(config.checkpoint, config.engine)
-    patience_s = config.cluster.place_s + config.cluster.start_s
-    return Engines.remote(placed, tokenizer, context, directory, api_key=key, patience_s=patience_s, **about)
+    about["patience_s"] = config.cluster.place_s + config.cluster.start_s
+    return Engines.remote(placed, tokenizer, context, directory, api_key=key, **about)
 
 
 def _here(config: AgentConfig, cluster: Cluster | None) -> tuple[str, int]:

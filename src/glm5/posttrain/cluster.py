@@ -238,7 +238,7 @@ class Cluster:
     """
 
     def __init__(self, config: ClusterConfig) -> None:
-        self.config, self.key = config, secrets.token_hex(24)
+        self.config, self.key = config, os.environ.get(KEY) or secrets.token_hex(24)
         self.engines: dict[str, Placed] = {}
         self.services: dict[str, Placed] = {}
         self._listener: Callable[[str, str | None], object] | None = None

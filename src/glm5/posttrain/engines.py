@@ -26,6 +26,7 @@ from pathlib import Path
 from typing import Any, Literal, TypeVar
 
 import uvicorn
+from torch import Tensor
 
 from glm5.model.glm5 import GLM5
 from glm5.model.weights import save_model
@@ -47,6 +48,7 @@ log = logging.getLogger(__name__)
 T = TypeVar("T")
 InFlight = Literal["renew", "keep"]
 NAME = "policy"  # what agents call the model
+PROBE_S = 10.0  # in which an engine must answer to take part in a push: it may be in a long step
 LOOK_S = 0.02  # how often it is looked whether engines work
 INFO_S = 10.0  # in which an engine must say how it is
 START_S = 300.0  # an engine that is not there after so long will not come
@@ -205,16 +207,17 @@ class Engines:
             UserError: no engine took them.
         """
         began = time.perf_counter()
+        update: WeightUpdate | Mapping[str, Tensor]
         if self._spread is not None:
-            tensors = tensors_of(model)
-            update, sums = self._spread.update(tensors, str(version)), sums_of(tensors)
+            update = tensors_of(model)
+            sums = sums_of(update)
         else:
             update, sums = packed(model, version)
         if self._directory is not None:
             path = self._directory / f"version-{version:08}"
             save_model(model, path, overwrite=True)
             update = WeightUpdate("disk", path=str(path.absolute()), weight_version=str(version))
-        self.call(self._push(update))
+        self.call(self._push(update, version))
         require_arrived(self.call(self._checksum(version)), sums, version)
         if self._directory is not None:
             for old in self._directory.glob("version-*"):
@@ -222,8 +225,12 @@ class Engines:
                     shutil.rmtree(old, ignore_errors=True)
         self.seconds += time.perf_counter() - began
 
-    async def _push(self, update: WeightUpdate) -> None:
+    async def _push(self, update: WeightUpdate | Mapping[str, Tensor], version: int) -> None:
+        """What is to be spread becomes an update here: no engine is being mended with what was there before."""
         async with self._pushing:
+            if not isinstance(update, WeightUpdate):
+                assert self._spread is not None
+                update = self._spread.update(update, str(version))
             self._last = None if update.source == "tensor" else update
             await self._give(self.pool, list(self._engines.values()), update)
 
@@ -231,8 +238,9 @@ class Engines:
         """New weights to these engines, which are one backend."""
         if self._spread is None:
             return await self._renew(backend, update)
-        beat_s = self.pool.beat_s
-        there = [e for e in engines if isinstance(e, HttpEngine) and e.failure is None and await e.probe(beat_s)]
+        asked = [e for e in engines if isinstance(e, HttpEngine) and e.failure is None]
+        answers = await asyncio.gather(*(e.probe(max(self.pool.beat_s, PROBE_S)) for e in asked))
+        there = [engine for engine, here in zip(asked, answers, strict=True) if here]
         try:
             update = replace(update, group_name=await self._spread.meet(there))
         except Unavailable as error:
@@ -287,7 +295,7 @@ class Engines:
                     try:
                         if await engine.probe(self.pool.beat_s):
                             await self._give(engine, [engine], update)
-                    except (Unavailable, UserError) as error:
+                    except Exception as error:  # whatever it is, the others are still to be mended
                         log.warning("an engine did not take weights %s: %s", update.weight_version, error)
 
     # ------------------------------------------------------------------ figures

@@ -88,7 +88,7 @@ class Spread:
         try:
             return await asyncio.to_thread(self._send)
         except (RuntimeError, UserError) as error:
-            log.warning("the group %s broke: %s", self._name, str(error).splitlines()[0])
+            log.warning("the group %s broke: %s", self._name, str(error).partition("\n")[0])
         # Not before: what was raised has hold of the group, whose end is what the others wait for.
         await self.leave()
 

@@ -24,6 +24,7 @@ from glm5.utils.errors import UserError
 
 SHAPED = {"regex": "regex", "ebnf": "ebnf", "json_schema": "json_schema"}  # forms that the interface has
 DEFAULTS = SamplingParams()
+CONTROL_S = 360.0  # above `glm5.serve.weights.JOIN_TIMEOUT`: an engine that hangs holds a push no longer
 
 
 class HttpEngine:
@@ -112,11 +113,11 @@ class HttpEngine:
 
     # -------------------------------------------------------------------------------------------------- control
     async def pause(self, mode: PauseMode) -> None:
-        await self._call("/pause_generation", {"mode": mode})
+        await self._call("/pause_generation", {"mode": mode}, timeout=CONTROL_S)
         self.paused = True
 
     async def resume(self) -> None:
-        await self._call("/continue_generation", {})
+        await self._call("/continue_generation", {}, timeout=CONTROL_S)
         self.paused = False
 
     async def flush(self) -> bool:
@@ -127,14 +128,15 @@ class HttpEngine:
         return True
 
     async def update_weights(self, update: WeightUpdate) -> None:
-        """From disk, or over a group that the engine has joined. Raises Unavailable if nothing came over that."""
+        """From disk, or over a group that the engine has joined. Raises Unavailable if nothing came over that, or the
+        engine refuses what came: others may have taken it."""
         body: dict[str, Any] = {"flush_cache": update.flush_cache, "weight_version": update.weight_version}
         if update.source == "disk":
             await self._call("/update_weights_from_disk", {**body, "model_path": update.path})
         elif update.source == "distributed":
             sent = {name: getattr(update, name) for name in ("names", "dtypes", "shapes", "group_name")}
             try:
-                await self._call("/update_weights_from_distributed", {**body, **sent})
+                await self._call("/update_weights_from_distributed", {**body, **sent}, timeout=CONTROL_S)
             except UserError as error:
                 raise Unavailable(str(error)) from None
         else:
@@ -142,10 +144,10 @@ class HttpEngine:
         await self._hear_version()
 
     async def join_group(self, group: WeightGroup) -> None:
-        await self._call("/init_weights_update_group", asdict(group))
+        await self._call("/init_weights_update_group", asdict(group), timeout=CONTROL_S)
 
     async def leave_group(self, group_name: str) -> None:
-        await self._call("/destroy_weights_update_group", {"group_name": group_name})
+        await self._call("/destroy_weights_update_group", {"group_name": group_name}, timeout=CONTROL_S)
 
     async def checksum(self) -> dict[str, str]:
         found: dict[str, str] = (await self._call("/weights_checker", {"action": "checksum"}))["checksums"]
