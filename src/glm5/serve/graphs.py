@@ -213,6 +213,7 @@ class Graphs:
         most: sequences of a step at most. queries: rows of each at most. context: slots of a sequence at most.
         record: see `recorder_for`. fixed: record the operators of the invariant mode.
         draft: record the MTP block's entries, in place of the trunk's.
+        alone: no other rank records the same steps, and would wait for this one's sums.
 
     Attributes:
         replayed: steps that ran from a recording.
@@ -230,8 +231,9 @@ class Graphs:
         queries: int = 1,
         fixed: bool = False,
         draft: bool = False,
+        alone: bool = True,
     ) -> None:
-        self.fixed, self._queries, self._kind = fixed, queries, _DraftStep if draft else _Step
+        self.fixed, self._queries, self._kind, self._alone = fixed, queries, _DraftStep if draft else _Step, alone
         self.model, self.cache, self.spare, self.record = model, cache, spare, record
         longest = -(-(context + queries - 1) // cache.size)
         self._rows = [*(n for n in ROWS if n < most), min(most, ROWS[-1])]
@@ -265,6 +267,7 @@ class Graphs:
         """Record every number of sequences at the shortest tables: what has to be compiled is compiled now, and not
         under the first requests."""
         if self._queries > MOST_QUERIES:
+            log.warning("steps run plainly: %d rows a sequence, recorded are up to %d", self._queries, MOST_QUERIES)
             return
         for rows in self._rows:
             if self._step((rows, self._queries, self._pages[0])) is None:
@@ -281,6 +284,8 @@ class Graphs:
             try:
                 self._steps[shape] = self._kind(self, shape)
             except RuntimeError as problem:
+                if not self._alone and isinstance(problem, torch.OutOfMemoryError):
+                    raise  # the other ranks may have recorded theirs
                 log.warning("steps run plainly, without CUDA graphs: %s", str(problem).partition("\n")[0])
                 self._broken = True
                 return None

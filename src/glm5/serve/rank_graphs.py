@@ -58,7 +58,7 @@ class Recordings:
         if record is None or member.cache is None:
             raise AssertionError("the leader records where there is a GPU, and makes pages first")
         part: Any = _Part(member)
-        self._made.append(Graphs(part, member.cache, record=record, **limits))
+        self._made.append(Graphs(part, member.cache, record=record, alone=False, **limits))
         return len(self._made) - 1
 
     def __getitem__(self, number: int) -> Graphs:
