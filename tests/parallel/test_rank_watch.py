@@ -16,12 +16,13 @@ from glm5.parallel import watch
 from glm5.parallel.mesh import ParallelError, World
 from glm5.parallel.watch import check_alike, watched
 from glm5.train.together import check_weights
+from glm5.utils.errors import FileError
 from support.ranks import exit_codes, run_ranks
 from support.training import tiny
 
 
-def quick() -> None:
-    watch.LOOK, watch.GRACE, watch.SILENCE, watch.PATIENCE = 0.1, 0.5, 6.0, 1
+def quick(grace: float = 0.5) -> None:
+    watch.LOOK, watch.GRACE, watch.SILENCE, watch.PATIENCE = 0.1, grace, 6.0, 1
 
 
 def _run(world: World, directory: str, what: str, whose: int) -> None:
@@ -30,6 +31,8 @@ def _run(world: World, directory: str, what: str, whose: int) -> None:
         if world.rank == whose:
             if what == "raises":
                 raise KeyError("no such tensor")
+            if what == "refuses":
+                raise FileError("no room for the checkpoint", "Make some")
             if what == "runs out of memory":
                 raise MemoryError("no room for 4 GiB")
             os._exit(9)
@@ -40,6 +43,7 @@ def _run(world: World, directory: str, what: str, whose: int) -> None:
     ("what", "whose", "said", "codes"),
     [
         ("raises", 1, "rank 1: KeyError: 'no such tensor' / mend: See to that rank", [2, 0, 2]),
+        ("refuses", 1, "rank 1: no room for the checkpoint / mend: Make some", [2, 0, 2]),
         ("runs out of memory", 2, "rank 2: out of memory: no room for 4 GiB / mend: Use a smaller model", [2, 2, 0]),
         ("dies", 1, "rank 1: died without a word", [2, 9, 2]),
         ("dies", 0, "rank 0: died without a word", [9, 2, 2]),
@@ -55,7 +59,7 @@ def test_a_lost_rank_ends_the_run(what: str, whose: int, said: str, codes: list[
 
 def _in_a_collective(world: World, directory: str, what: str) -> str:
     """What a rank raises that waits for rank 2 in a collective."""
-    quick()
+    quick(grace=5.0)  # within which all that are left find the loss
     try:
         with Path(directory, f"said.{world.rank}").open("w") as out, watched(world, Path(directory), 600.0, out) as w:
             world.barrier()

@@ -81,12 +81,16 @@ class Watch:
         if lost:
             self._write(f"rank-{self.world.rank:05d}", [-1, *self._doing, 0.0, True, "a lost connection"])
         elif not self.world.main:
-            self._write("failed", [self.world.rank, *(describe(error), MEND if said is None else said.mend)])
+            known = error if isinstance(error, UserError) else said
+            cause = (describe(error), MEND) if known is None else (known.what, known.mend or MEND)
+            self._write("failed", [self.world.rank, *(" ".join(text.split())[:500] for text in cause)])
         pulses, end = self._all_pulses(), time.monotonic() + GRACE + 4 * LOOK
-        while time.monotonic() < end and not self._read("told") and (lost or not self.world.main):
+        while time.monotonic() < end and (lost or not self.world.main):
             found = self._read("failed")
             if lost and found:
                 return ParallelError(f"rank {found[0]}: {found[1]}", found[2])
+            if self._read("told"):
+                break
             time.sleep(LOOK / 5)
         if not lost:
             return said and ParallelError(f"rank {self.world.rank}: {said.what}", said.mend)
