@@ -41,6 +41,7 @@ def _paged(rows_BSX: Tensor) -> tuple[Tensor, Pages]:
 def _mla_inputs(batch: int, queries: int, heads: int, slots: int, keys: int) -> tuple[Tensor, ...]:
     generator = _generator(keys)
     q = torch.randn(batch, queries, heads, 576, generator=generator, device="cuda", dtype=torch.bfloat16)
+    q[..., 1, :512] = 0  # only the rotary columns speak
     rows = torch.randn(batch, slots, 576, generator=generator, device="cuda")
     rows[:, ::7, :512] *= 30  # scales that differ by row and by group
     rows[:, ::5, 128:256] *= 1e-4

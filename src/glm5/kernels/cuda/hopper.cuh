@@ -59,12 +59,6 @@ __device__ __forceinline__ void copy_box(uint32_t dst, const void* map, uint32_t
         : "memory");
 }
 
-// Four 8 x 8 matrices of 16-bit elements; lane l gives the row address of row l % 8 of matrix l / 8.
-__device__ __forceinline__ void load_matrices(uint32_t* d, uint32_t addr) {
-    asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0,%1,%2,%3}, [%4];"
-                 : "=r"(d[0]), "=r"(d[1]), "=r"(d[2]), "=r"(d[3]) : "r"(addr) : "memory");
-}
-
 // ---- clusters -------------------------------------------------------------------------------------------------
 __device__ __forceinline__ uint32_t cluster_rank() {
     uint32_t r;

@@ -101,9 +101,9 @@ struct Row {
 // Calls copy(number, starts, rows, low, high, valid_low, valid_high) for each step of a block, over all its queries:
 // `starts` is the query if this is its first step, else -1; `rows` is where row 0 is, low and high this lane's two rows
 // of the step (-1: none), valid_* their bits in all lanes.
-// Indices are requested three steps ahead of their use, their pages two: nobody waits for either. Returns the steps.
+// Indices are requested three steps ahead of their use, their pages two: nobody waits for either.
 template <int kSplits, int kKeys, typename Copy>
-__device__ __forceinline__ uint32_t gather(const Params& params, int first_item, int stride, int rank, int tid, Copy copy) {
+__device__ __forceinline__ void gather(const Params& params, int first_item, int stride, int rank, int tid, Copy copy) {
     const int lane = tid % 32;
     struct { int item, step, end; bool starts; const uint8_t* kv; const int64_t* table; } next = {first_item - stride, 0, 0, false, nullptr, nullptr};
     // To the next step that holds a position, in this query or a later one; this lane's indices of it.
@@ -159,7 +159,6 @@ __device__ __forceinline__ uint32_t gather(const Params& params, int first_item,
             kv[2] = next.kv, starts[2] = next.starts ? next.item : -1, more[2] = next.item < params.queries;
         }
     }
-    return it;
 }
 
 // The result of a query from the results of its cluster's blocks, which lie in `partial` and `stats`: each rank sums its

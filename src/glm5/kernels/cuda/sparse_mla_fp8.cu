@@ -1,9 +1,9 @@
 // Sparse MLA on Hopper over an fp8 cache: rows of 512 e4m3, 4 fp32 scales and 64 bf16 rotary numbers, 656 bytes
 // (latent_rows.py). Nothing is written out in 16 bits:
 //
-//   scores  Q is the sum of two e4m3 matrices, exactly: bf16 has 8 significant bits, e4m3 4. So S is 2 products of e4m3 at
-//           twice the rate of one in bf16, straight from the rows as they lie. A row's 4 scales meet the 64 x 64 sums of
-//           their 128 columns.
+//   scores  Q is the sum of two e4m3 matrices, but for what is below 2^-16 of a head's largest element: bf16 has 8
+//           significant bits, e4m3 4. So S is 2 products of e4m3 at twice the rate of one in bf16, straight from the rows
+//           as they lie. A row's 4 scales meet the 64 x 64 sums of their 128 columns.
 //   values  O^T = V^T P^T. V^T is the operand that comes from registers: `ldmatrix` transposes pairs of columns, a few
 //           bit operations make bf16 of e4m3, and a multiplication by the scale of a position completes them.
 //
@@ -128,7 +128,8 @@ __device__ __forceinline__ void split_query(Shared& shared, const Params& params
         for (int i = 0; i < 8; ++i) most = __vmaxu2(most, words[i] & 0x7FFF7FFFu);
         most = max(most & 0xFFFFu, most >> 16);
         most = __reduce_max_sync(~0u, most);
-        const int exponent = max(static_cast<int>(most >> 7), 8);
+        // Not below 2^-63: the rotary columns are divided, too, and must not overflow beside latents that are zeros.
+        const int exponent = max(static_cast<int>(most >> 7), 64);
         const float divide = __uint_as_float((261 - exponent) << 23);
         if (lane == 0) shared.factor[row] = exponent == 255 ? NAN : __uint_as_float((exponent - 7) << 23);
 #pragma unroll
@@ -444,8 +445,6 @@ struct Kernel {
 }  // namespace
 
 extern "C" {
-
-int sparse_mla_fp8_capacity(int splits) { return capacity<Kernel>(splits); }
 
 // As `sparse_mla`.
 int sparse_mla_fp8(const void* q, const void* kv, const void* selected, const void* table, void* out, void* lse, void* partial, void* stats, int queries,

@@ -321,6 +321,7 @@ __global__ void __launch_bounds__(kThreads, kCluster == 1 ? 3 : 1) stable_topk_k
             for (int i = threadIdx.x; i < min(size, kListMax) && offset + i < kListMax; i += kThreads)
                 lead.key[offset + i] = shared.key[i], lead.key[kListMax + offset + i] = shared.key[kListMax + i];
         }
+        __syncwarp();
         hopper::cluster_arrive();
         hopper::cluster_wait();
         if (rank != 0 && !plateau) return;
@@ -340,6 +341,7 @@ __global__ void __launch_bounds__(kThreads, kCluster == 1 ? 3 : 1) stable_topk_k
             const uint32_t equal = __ballot_sync(~0u, x > -INFINITY && to_key(x) == plateau);
             if (lane == 0) tied_of_lead[word + w] = equal;
         });
+        __syncwarp();
         if (kCluster > 1) hopper::cluster_arrive(), hopper::cluster_wait();
         threshold = {plateau, k - size};
     }
