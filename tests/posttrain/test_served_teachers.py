@@ -198,10 +198,8 @@ def answer(ids: list[int], version: str = "0", value: float = -1.0) -> bytes:
 
 @pytest.mark.usefixtures("hurried")
 def test_a_server_that_is_busy_is_asked_again() -> None:
-    with scripted((503, b"busy"), (200, b"{torn"), (200, b"{" + CUT), (429, b""), (200, answer([1, 2, 3]))) as (
-        url,
-        handler,
-    ):
+    busy = (503, b"busy"), (200, b"{torn"), (200, b"{" + CUT), (429, b"")
+    with scripted(*busy, (200, answer([1, 2, 3]))) as (url, handler):
         (told,) = ServedTeacher(url).tell([[1, 2, 3]], 0)
         assert told.logprobs.tolist() == [-1.0, -1.0]
         assert len(handler.said) == 1
