@@ -26,8 +26,8 @@ import torch.distributed as dist
 from glm5.parallel.compat import waiting
 
 _NAMES = ("all_reduce", "all_gather", "all_gather_into_tensor", "reduce_scatter_tensor", "all_to_all_single")
-_NAMES += ("all_gather_single", "reduce_scatter_single")  # of torch 2.13
-COLLECTIVES = tuple(name for name in _NAMES if hasattr(dist, name))
+_NEWER = ("all_gather_single", "reduce_scatter_single")  # of torch 2.13
+COLLECTIVES = tuple(name for name in (*_NAMES, *_NEWER) if hasattr(dist, name))
 
 
 class Waits:
