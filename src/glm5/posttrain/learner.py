@@ -194,10 +194,7 @@ class Learner:
         """Write a checkpoint of everything that the next step depends on."""
         tensors = {"model": self.state.weights(), "optimizer": self.optimizer.named_state()}
         state = {"tokens": self.tokens, "skipped": self.update.skipped, "data": self.data, **self.kept()}
-        store = store or self.store
-        path = store.save(self.finished_steps, tensors, state)
-        store.wait()  # what several ranks write in the background, they would tell each other beside the next step
-        return path
+        return (store or self.store).save(self.finished_steps, tensors, state)
 
     def resume(self) -> list[str]:
         """Go on from the newest whole checkpoint, or begin; the engines have the weights then. Returns warnings about
