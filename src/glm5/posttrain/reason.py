@@ -32,7 +32,7 @@ from glm5.posttrain.verify.pool import VerifierPool
 from glm5.text.tokenizer import load_tokenizer
 from glm5.train.prepare import Say
 from glm5.train.ranks import Ranks
-from glm5.train.together import MESH_MAY_DIFFER, ProcessConfig, claimed, keep_weights, together
+from glm5.train.together import MESH_MAY_DIFFER, ProcessConfig, check_weights, claimed, keep_weights, together
 from glm5.utils.config_io import to_dict
 from glm5.utils.devices import resolve_device
 from glm5.utils.errors import CheckpointError, ConfigError, DataError
@@ -344,6 +344,7 @@ def learned(
             device = config.device if world is None else str(world.device)
             judged, make = plan(prompts)
             model = load_model(config.checkpoint, device=device, dtype="float32")
+            check_weights(model, world)
             everyone = [*prompts.train, *prompts.held_out]
             with rollouts_of(config, model, everyone, judged, ranks) as rollouts:
                 learner = make(model, rollouts)

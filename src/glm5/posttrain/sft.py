@@ -31,7 +31,7 @@ from glm5.train.prepare import Say
 from glm5.train.ranks import Ranks
 from glm5.train.rows import check_stage
 from glm5.train.schedule import BatchWarmup, LearningRate
-from glm5.train.together import MESH_MAY_DIFFER, MeshConfig, claimed, keep_weights, measured, together
+from glm5.train.together import MESH_MAY_DIFFER, MeshConfig, check_weights, claimed, keep_weights, measured, together
 from glm5.utils.config_io import to_dict
 from glm5.utils.devices import resolve_device
 from glm5.utils.errors import CheckpointError, ConfigError
@@ -166,6 +166,7 @@ def sft(config: SftConfig, say: Say = print) -> Tuned:
                 say(line)
             device = config.device if world is None else str(world.device)
             model = load_model(config.checkpoint, device=device, dtype="float32")
+            check_weights(model, world)
             measure = Measure(config, tokenizer, run, begun, ranks, say)
             measure.before(model)
             trainer = train(config, dataset, model, run, world)
