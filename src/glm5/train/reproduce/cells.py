@@ -202,7 +202,9 @@ class Lab:
         if cell.parent is None:
             model = GLM5(cell.model, seed=cell.seed)
         else:
-            model = self._train(cell.parent, watch).fp32_model().requires_grad_(True)
+            # Another child may be at it, in another process.
+            with exclusive(self.directory / f".{cell.parent.name}.lock", patience_s=3600.0):
+                model = self._train(cell.parent, watch).fp32_model().requires_grad_(True)
         loader = Loader(self.text.training, cell.train.seed)
         trainer = Trainer(cell.train, model.to(self.device), loader, self.directory / cell.name)
         trainer.run(resolved=cell, title=cell.name, on_step=None if watch is None else watch(cell))
