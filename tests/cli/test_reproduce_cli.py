@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import random
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -197,3 +198,26 @@ def test_seeds_by_size() -> None:
     assert command._seeds(command.ReproduceOptions("table1", size="tiny")) == 2
     assert command._seeds(command.ReproduceOptions("table1")) == 3
     assert command._seeds(command.ReproduceOptions("table1", seeds=7)) == 7
+
+
+def test_other_processes_end_with_this_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    begun: list[subprocess.Popen[bytes]] = []
+
+    def another(_: Any, __: Path, number: int) -> subprocess.Popen[bytes]:
+        if number == 3:
+            raise OSError("no more processes")
+        code = "raise SystemExit(3)" if number == 1 else "import time; time.sleep(600)"
+        begun.append(subprocess.Popen([sys.executable, "-c", code]))
+        if number == 1:
+            begun[0].wait()
+        return begun[-1]
+
+    monkeypatch.setattr(command, "_another", another)
+    monkeypatch.setattr(command, "prepare_text", lambda chosen, *_: (None, chosen, {}))
+    said = io.StringIO()
+    options = command.ReproduceOptions("table1", size="tiny", run=tmp_path, device="cpu", processes=4)
+    with pytest.raises(OSError, match="no more processes"):
+        command.reproduce(options, Console(file=said))
+    assert "process 1 ended with status 3: see" in said.getvalue()
+    assert "process 2" not in said.getvalue()
+    assert begun[1].returncode == -signal.SIGTERM

@@ -107,12 +107,16 @@ def reproduce(options: ReproduceOptions, console: Console) -> dict[str, Any]:
         note=lambda line: say(f"cell      {line}"),
         keep=options.keep,
     )
-    others = [_another(options, directory, i) for i in range(1, options.processes)]
+    others: list[subprocess.Popen[bytes]] = []
     compare = {"table1": table1.compare, "table2": table2.compare, "table6": table6.compare}[options.table]
     try:
+        for number in range(1, options.processes):
+            others.append(_another(options, directory, number))
         comparison = compare(lab, seeds)
     finally:
-        for process in others:
+        for number, process in enumerate(others, 1):
+            if status := process.poll():
+                say(f"warning: process {number} ended with status {status}: see {_log(directory, number)}")
             process.terminate()  # which has nothing left to do, or is to stop with this one
             process.wait()
     result = {
@@ -151,8 +155,12 @@ def _another(options: ReproduceOptions, directory: Path, number: int) -> subproc
     }
     words = [str(word) for pair in given.items() if pair[1] is not None for word in pair]
     command = [sys.executable, "-m", "glm5.cli.main", "reproduce", options.table, *words, *(["--keep"] * options.keep)]
-    with open(directory / f"process-{number}.log", "wb") as log:
+    with open(_log(directory, number), "wb") as log:
         return subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=log, stderr=log)
+
+
+def _log(directory: Path, number: int) -> Path:
+    return directory / f"process-{number}.log"
 
 
 def prepare_text(
