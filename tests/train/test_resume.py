@@ -122,8 +122,8 @@ def test_a_second_signal_stops_at_once(tmp_path: Path) -> None:
 
 
 def test_the_rows_drawn_are_those_of_an_unbroken_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A growing batch over several epochs: every sample once, in order, and only those twice that are of redone steps, or
-    of the one that was read ahead when the run broke off."""
+    """A growing batch over several epochs: every sample once, in order. Twice only those of redone steps, and of the
+    step that was read ahead when the run broke off."""
     data = dataset(tmp_path, (60, 45, 20))
     drawn: list[list[int]] = []
     load = TokenDataset.batch
