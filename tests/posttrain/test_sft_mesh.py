@@ -15,7 +15,7 @@ from test_sft import checkpoint, config, write
 
 from glm5.model.weights import load_model
 from glm5.posttrain.sft import sft
-from glm5.train.schedule import BatchWarmup
+from glm5.train.schedule import BatchWarmup, LearningRate
 from glm5.utils.config_io import save
 from glm5.utils.errors import ConfigError
 from glm5.utils.runlog import read_metrics
@@ -29,7 +29,15 @@ def test_two_processes_make_what_one_makes(tmp_path: Path) -> None:
         checkpoint=checkpoint(tmp_path),
         held_out=held,
         run=str(tmp_path / "one"),
-        train=dict(batch=BatchWarmup(4, 4, 0), steps=3, measure_every=1, save_every=3, mtp_depths=1),
+        # Small steps: Muon's and AdamW's have one size, in a direction that is rounding where a gradient is next to nothing.
+        train=dict(
+            batch=BatchWarmup(4, 4, 0),
+            steps=3,
+            measure_every=1,
+            save_every=3,
+            mtp_depths=1,
+            lr=LearningRate(2e-4, 2e-5),
+        ),
     )
     alone = sft(one, lambda _: None)
 
@@ -43,11 +51,10 @@ def test_two_processes_make_what_one_makes(tmp_path: Path) -> None:
     losses = [[r["loss"] for r in read_metrics(run) if "loss" in r] for run in (alone.run, spread)]
     assert len(losses[0]) == 3
     assert losses[1] == pytest.approx(losses[0], rel=1e-5)
-    # Muon's updates have one size, so that rounding is seen where a gradient is next to nothing: to a part of a step.
     before, after, together = (load_model(p).state_dict() for p in (one.checkpoint, alone.model, spread / "model"))
     for name, start in before.items():
-        moved = float((after[name] - start).abs().max())
-        assert float((together[name] - after[name]).abs().max()) <= 0.1 * moved + 1e-6, name
+        apart, moved = (together[name] - after[name]).norm(), (after[name] - start).norm()
+        assert float(apart) <= 0.05 * float(moved) + 1e-6, name
     results = [json.loads((run / "result.json").read_text()) for run in (alone.run, spread)]
     assert results[1]["held_out"] == pytest.approx(results[0].pop("held_out"), rel=1e-4)
     assert {k: v for k, v in results[1].items() if k != "held_out"} == results[0]
