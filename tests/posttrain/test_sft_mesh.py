@@ -29,7 +29,7 @@ def test_two_processes_make_what_one_makes(tmp_path: Path) -> None:
         checkpoint=checkpoint(tmp_path),
         held_out=held,
         run=str(tmp_path / "one"),
-        # Small steps: Muon's and AdamW's have one size, in a direction that is rounding where a gradient is next to nothing.
+        # Small steps: all updates have one size, in a direction that is rounding where a gradient is next to nothing.
         train=dict(
             batch=BatchWarmup(4, 4, 0),
             steps=3,
