@@ -756,3 +756,15 @@ def test_who_has_another_key_or_none_is_not_heard(tmp_path: Path) -> None:
         server.close()
 
     play(test)
+
+
+def test_a_connection_that_ends_with_its_loop_is_no_error(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    async def hold(wire: Wire) -> None:
+        await wire.receive()
+
+    async def test() -> None:
+        await listen(str(tmp_path / "there"), KEY, hold)
+        await connect(str(tmp_path / "there"), KEY)  # and then the loop ends, with both ends open
+
+    asyncio.run(test())
+    assert "Traceback" not in caplog.text
