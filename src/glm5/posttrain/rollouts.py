@@ -303,12 +303,7 @@ class Rollouts:
 
     def draw(self, wanted: Sequence[tuple[int, Prompt]], *, greedy: bool = False) -> list[Group]:
         """Answers to numbered prompts, not yet judged. `greedy`: the likeliest one to each, for measuring."""
-        world = self.ranks.world
-        if world is None:
-            return self._draw(wanted, greedy)
-        mine = self.ranks.together(lambda: self._draw(wanted[world.rank :: world.size], greedy))
-        every = world.gather_objects(mine, "files")
-        return [every[place % world.size][place // world.size] for place in range(len(wanted))]
+        return self.ranks.dealt(wanted, lambda mine: self._draw(mine, greedy))
 
     def _draw(self, wanted: Sequence[tuple[int, Prompt]], greedy: bool) -> list[Group]:
         """This rank's."""

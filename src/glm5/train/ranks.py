@@ -6,7 +6,7 @@ Which rows of a step are its share, sums over all data ranks, one decision for a
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeVar
@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     from glm5.parallel.pipeline.engine import Pipeline
 
 T = TypeVar("T")
+Item = TypeVar("Item")
 
 
 class Head(NamedTuple):
@@ -318,6 +319,14 @@ class Ranks:
             if said is not None:
                 raise error or UserError(f"rank {rank}: {said[0]}", said[1])
         return result  # type: ignore[return-value]
+
+    def dealt(self, items: Sequence[Item], act: Callable[[Sequence[Item]], list[T]]) -> list[T]:
+        """What `act` makes of each of the items, on every rank: each does its share, by turns, `together`."""
+        world = self.world
+        if world is None:
+            return act(items)
+        every = world.gather_objects(self.together(lambda: act(items[world.rank :: world.size])), "files")
+        return [every[place % world.size][place // world.size] for place in range(len(items))]
 
 
 class SilentLog:
