@@ -11,15 +11,17 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
 from glm5.model.config import ModelConfig
 from glm5.model.glm5 import GLM5
 from glm5.posttrain.outcome import State
 from glm5.posttrain.prompts import Prompt, prompts_from_rows
 from glm5.posttrain.rollouts import Group, RolloutConfig, Rollouts, Sample, figures, settle
-from glm5.posttrain.rows import pack
+from glm5.posttrain.rows import Trajectory, pack
 from glm5.posttrain.verify.pool import VerifierPool
 from glm5.posttrain.verify.verdict import Verdict, judged
+from glm5.serve.client import WeightUpdate
 from glm5.serve.request import Finish, Request, TokenInfo
 from glm5.utils.errors import CheckpointError, ConfigError, DataError, UserError
 from support.conversations import tokenizer
@@ -50,6 +52,17 @@ def numbered(count: int, verifier: str = "short") -> list[tuple[int, Prompt]]:
     return list(enumerate(prompts(count, verifier)))
 
 
+def both(found: Rollouts, policy: GLM5, groups: list[Group]) -> tuple[Tensor, Tensor]:
+    """Log-probabilities of all drawn tokens, the trainer's and the engine's, temperature and kept sets repeated."""
+    batch: list[Trajectory] = []
+    for group in groups:
+        group.advantages, group.copies = dict.fromkeys(range(4), 1.0), dict.fromkeys(range(4), 1)
+        batch += group.trajectories(len(batch), found.config.temperature)
+    assert len(batch) == 4 * len(groups)
+    rows = pack(batch, 64, vocab_size=found.engine.vocab_size)
+    return rows.logprobs(policy).logprobs_N.detach(), rows.logprobs_BT[rows.mask_BT]
+
+
 @pytest.mark.parametrize("attention", ["dense", "sparse"])
 @pytest.mark.parametrize(
     "settings",
@@ -62,15 +75,8 @@ def test_the_trainer_repeats_the_engines_log_probabilities(settings: dict[str, A
     assert policy.config.sparse == (attention == "sparse")
     found = rollouts(policy, **settings)
     groups = found.draw(numbered(3))
-    batch = []
-    for group in groups:
-        group.advantages, group.copies = dict.fromkeys(range(4), 1.0), dict.fromkeys(range(4), 1)
-        batch += group.trajectories(len(batch), found.config.temperature)
-    assert len(batch) == 12
     assert all(len(g.prompt_ids) > policy.config.index_topk for g in groups)
-    rows = pack(batch, 64, vocab_size=found.engine.vocab_size)
-    trainer = rows.logprobs(policy).logprobs_N
-    engine = rows.logprobs_BT[rows.mask_BT]
+    trainer, engine = both(found, policy, groups)
     assert len(engine) == sum(len(s.ids) for g in groups for s in g.samples) > 30
     torch.testing.assert_close(trainer, engine, rtol=0, atol=1e-4)
     assert all(s.finish in ("stop", "length") for g in groups for s in g.samples)
@@ -105,10 +111,32 @@ def test_pushed_weights_arrive_whole_under_their_version(monkeypatch: pytest.Mon
     assert [s.ids for s in second.samples] != [s.ids for s in first.samples]
     assert all(len(s.versions) == len(s.ids) for s in second.samples)
 
-    checksum = found.engine.checksum
-    monkeypatch.setattr(found.engine, "checksum", lambda: {**checksum(), "lm_head.weight": "another"})
+    update = found.engine.update_weights
+
+    def lossy(how: WeightUpdate, received: dict[str, Tensor]) -> None:
+        update(how, {name: t for name, t in received.items() if name != "lm_head.weight"})
+
+    monkeypatch.setattr(found.engine, "update_weights", lossy)
+    with torch.no_grad():
+        policy.lm_head.weight.add_(1e-6)
     with pytest.raises(CheckpointError, match=r"lm_head\.weight is not what was sent as version 8"):
         found.push(policy, 8)
+
+
+def test_an_engine_in_bfloat16_has_the_rounded_weights_and_the_trainer_sees_how_far_it_is() -> None:
+    policy = model()
+    found = rollouts(policy, dtype="bfloat16", running=3)
+    with torch.no_grad():
+        policy.lm_head.weight.mul_(1.01)
+    found.push(policy, 1)
+    served = dict(found.engine.model.named_parameters())
+    for name, p in policy.named_parameters():
+        assert p.dtype == torch.float32
+        assert torch.equal(served[name], p.to(served[name].dtype)), name
+    assert served["lm_head.weight"].dtype == torch.bfloat16
+    trainer, engine = both(found, policy, found.draw(numbered(3)))
+    apart = (trainer - engine).abs()
+    assert 1e-4 < apart.mean() < 0.05
 
 
 def test_an_answer_on_which_the_engine_failed_is_not_learned_from(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 import safetensors.torch
+import torch
 from torch import Tensor
 
 from glm5.model.glm5 import GLM5
@@ -41,4 +42,19 @@ def require_arrived(there: Sums, sent: Sums, version: int) -> None:
     """
     wrong = next((name for name in sorted(sent.keys() | there.keys()) if there.get(name) != sent.get(name)), None)
     if wrong is not None:
-        raise CheckpointError(f"the engine's {wrong} is not what was sent as version {version}", "Start again")
+        raise _wrong(wrong, version)
+
+
+def require_same(there: Mapping[str, Tensor], sent: Mapping[str, Tensor], version: int) -> None:
+    """Whether an engine in this process has what was sent, to the bit, rounded to its own dtype.
+
+    Raises:
+        CheckpointError: it has not; it names the first tensor.
+    """
+    for name in sorted(sent.keys() | there.keys()):
+        if name not in sent or name not in there or not torch.equal(there[name], sent[name].to(there[name].dtype)):
+            raise _wrong(name, version)
+
+
+def _wrong(name: str, version: int) -> CheckpointError:
+    return CheckpointError(f"the engine's {name} is not what was sent as version {version}", "Start again")

@@ -19,9 +19,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+import torch
 from torch import Tensor
 
 from glm5.model.glm5 import GLM5
+from glm5.model.weights import disk_tensors
 from glm5.posttrain.advantage import (
     Baseline,
     all_equal,
@@ -33,11 +35,12 @@ from glm5.posttrain.advantage import (
 from glm5.posttrain.drawing import Drawing, offered, prompt_of
 from glm5.posttrain.outcome import State
 from glm5.posttrain.prompts import Prompt
-from glm5.posttrain.pushing import packed, require_arrived
+from glm5.posttrain.pushing import require_same
 from glm5.posttrain.rows import Trajectory
 from glm5.posttrain.tools import PythonTool
 from glm5.posttrain.verify.pool import VerifierPool
 from glm5.posttrain.verify.verdict import Verdict
+from glm5.serve.client import WeightUpdate
 from glm5.serve.config import EngineConfig
 from glm5.serve.engine import Engine
 from glm5.serve.request import TokenInfo
@@ -90,6 +93,11 @@ class RolloutConfig:
     """Interpreters at a time, on each rank."""
     router_replay: bool = False
     """Train with the experts that the engine chose, token by token, so that routers cannot disagree."""
+    dtype: Literal["float32", "bfloat16"] = "float32"
+    """Of the engine's weights and cache. The trainer's are float32; bfloat16 is faster on a GPU, and takes the two
+    apart by its rounding, which the correction sees."""
+    running: int = 64
+    """Answers at a time in the engine; its recorded steps on a GPU take up to 256."""
     memory_gib: float = 1.0
     """Of the engine's cache."""
     verifiers: int = 2
@@ -98,7 +106,7 @@ class RolloutConfig:
     """Seconds after which a check is killed and the answer has no verdict."""
 
     def __post_init__(self) -> None:
-        for name in ("prompts", "group", "max_new_tokens", "rounds"):
+        for name in ("prompts", "group", "max_new_tokens", "rounds", "running"):
             if getattr(self, name) < 1:
                 raise ConfigError(name, getattr(self, name), "must be at least 1")
         for name in ("tool_turns", "tool_sessions"):
@@ -243,6 +251,7 @@ class Rollouts:
         self.ranks = ranks or Ranks()
         settings = EngineConfig(
             memory_gib=config.memory_gib,
+            max_running=config.running,
             drafts=config.drafts,
             invariant=config.invariant,
             overlap=False,
@@ -250,7 +259,7 @@ class Rollouts:
         )
         if config.router_replay and not any(map(model.config.is_moe, range(model.config.num_hidden_layers))):
             raise ConfigError("router_replay", True, "this model has no experts")
-        served = copy.deepcopy(model).eval().requires_grad_(False)
+        served = copy.deepcopy(model).eval().requires_grad_(False).to(getattr(torch, config.dtype))
         if config.topk == "racing":
             served.race(seed + 1)
         self.engine = Engine(served, settings, tokenizer)
@@ -271,13 +280,15 @@ class Rollouts:
     def push(self, model: GLM5, version: int) -> None:
         """Give the engine a model's weights, the draft block's included, under a version; every cached prefix goes.
 
+        They are copied where they lie, and then compared bit by bit.
+
         Raises:
-            CheckpointError: the engine's checksums are not those of what was sent.
+            CheckpointError: what the engine has is not what was sent.
         """
         began = time.perf_counter()
-        update, sums = packed(model, version)
-        self.engine.update_weights(update)
-        require_arrived(self.engine.checksum(), sums, version)
+        sent = dict(disk_tensors(model))
+        self.engine.update_weights(WeightUpdate("distributed", weight_version=str(version)), received=sent)
+        require_same(dict(disk_tensors(self.engine.model)), sent, version)
         self.seconds["weight_sync"] += time.perf_counter() - began
 
     # ------------------------------------------------------------------ answers
