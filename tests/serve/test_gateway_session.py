@@ -11,11 +11,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from glm5.serve.gateway.packed import Packed, PackedAnswer
 from glm5.serve.gateway.session import Session, in_order_of_calls
-from glm5.serve.gateway.turn import Packed, Turn
+from glm5.serve.gateway.turn import Turn
 from glm5.serve.request import Request, SamplingParams, TokenInfo
 from glm5.text.chat import render
-from glm5.text.events import fold
 from glm5.text.messages import Message, Tool, ToolCall
 from support.scripted import Scripted, chat_tokenizer
 from support.serving import PING, call
@@ -34,6 +34,11 @@ async def ask(session: Session, backend: Scripted, messages: list[Message], clea
     while not turn.over:
         await asyncio.sleep(0)
     return turn
+
+
+def answer_of(turn: Turn) -> PackedAnswer:
+    assert turn.answer is not None, "it is over"
+    return turn.answer
 
 
 def edited(rng: random.Random, history: list[Message]) -> list[Message]:
@@ -83,9 +88,9 @@ def test_agents_that_do_anything(seed: int) -> None:
             before = turn.parent.ids() if turn.parent is not None else []
             assert prompt == [*before, *turn.given]
             assert turn.ids() == [*prompt, *turn.drawn]
-            assert len(turn.drawn) == len(turn.reply.answer.info) == len(turn.reply.answer.versions)
+            assert len(turn.drawn) == len(answer_of(turn).logprobs) == len(answer_of(turn).versions)
             recorded[turn] = turn.ids()
-            told = fold(turn.reply.events).message()
+            told = answer_of(turn).parsed.message()
             results = [Message("tool", f"r{i}") for i, _ in enumerate(told.tool_calls)]
             histories.append([*history, told, *(results or [Message("user", rng.choice(["more", "other"]))])])
         assert all(turn.ids() == ids for turn, ids in recorded.items()), "nothing that was recorded changes"
@@ -135,7 +140,7 @@ def test_faithful_agents_have_one_trajectory(seed: int) -> None:
             assert turn.origin == ("start" if number == 0 else "continued")
             whole = render(T, exact, (PING_TOOL,), clear_thinking=False, add_generation_prompt=True).ids
             assert list(backend.seen[-1].input_ids) == list(whole), "as a whole rendering with the sampled ids has it"
-            told: Any = fold(turn.reply.events).message()
+            told: Any = answer_of(turn).parsed.message()
             history = [*history, told, Message("user", f"q{number}")]
             exact = [*exact, replace(told, ids=(turn.given[-1], *turn.drawn)), history[-1]]
         (trajectory,) = session.export()["trajectories"]

@@ -33,7 +33,7 @@ from glm5.serve.http.answers import Answer
 from glm5.serve.http.conversation import Conversation, Reply
 from glm5.serve.request import Request
 from glm5.text.chat import render
-from glm5.text.events import fold
+from glm5.text.events import Parsed
 from glm5.text.messages import Message, Tool
 from glm5.text.parser import Parser
 from glm5.text.tokenizer import Tokenizer
@@ -75,7 +75,7 @@ class Session:
         self._first: set[bytes] = set()  # conversations that a trajectory began with
         self._tokenizer = tokenizer
         self._told: dict[bytes, tuple[Turn, bytes]] = {}  # by conversation: the turn, and the key to go on with
-        self._ends: dict[int, dict[bytes, Turn]] = {}  # by number of ids and their digest
+        self._ends: dict[tuple[int, bytes], Turn] = {}  # by number of ids and their digest
         self._named: dict[str, Turn] = {}
         self._keys: dict[Turn, bytes | None] = {}
 
@@ -130,12 +130,12 @@ class Session:
         """Where bare ids go on."""
         found: Turn | None = None
         digest, at = hashlib.blake2b(digest_size=16), 0
-        for length in sorted(self._ends):
+        for length in sorted({length for length, _ in self._ends}):
             if length >= len(ids):  # at least one id is new
                 break
-            digest.update(array("q", ids[at:length]).tobytes())
+            digest.update(array("i", ids[at:length]).tobytes())
             at = length
-            found = self._ends[length].get(digest.digest(), found)
+            found = self._ends.get((length, digest.digest()), found)
         if found is None:
             return Plan(None, tuple(ids), "restarted" if self.turns else "start")
         return Plan(found, tuple(ids[found.prompt_tokens + len(found.drawn) :]), *self._origin(found))
@@ -199,15 +199,13 @@ class Session:
     def _end(self, turn: Turn) -> None:
         """Let later requests find a turn that is complete."""
         key = self._keys.pop(turn)
-        turn.pack()
-        if turn.failure is not None:
+        if turn.failure is not None or turn.answer is None:
             return
         ids = turn.ids()
-        digest = hashlib.blake2b(array("q", ids).tobytes(), digest_size=16).digest()
-        self._ends.setdefault(len(ids), {})[digest] = turn
+        self._ends[len(ids), hashlib.blake2b(array("i", ids).tobytes(), digest_size=16).digest()] = turn
         if key is None:
             return
-        told = list(_as_told(turn))
+        told = list(_as_told(turn.answer.parsed))
         onwards = _digest(key, told[0])
         for one in told:
             self._told[_digest(key, one)] = (turn, onwards)
@@ -251,12 +249,13 @@ def _trajectory(path: Sequence[Turn], marked: set[Turn]) -> dict[str, Any]:
     versions: list[str] = []
     kept: list[list[int] | None] = []
     for turn in path:
-        info, before = turn.reply.answer.info, len(turn.given)
-        ids += [*turn.given, *turn.drawn]
-        drawn += [False] * before + [turn not in marked] * len(turn.drawn)
-        logprobs += [0.0] * before + [one.logprob - one.kept_logprob for one in info]
-        versions += [""] * before + turn.reply.answer.versions
-        kept += [*[None] * before, *(None if one.kept is None else list(one.kept) for one in info)]
+        answer, before = turn.answer, len(turn.given)
+        assert answer is not None, "it is complete"
+        ids += [*turn.given, *answer.ids]
+        drawn += [False] * before + [turn not in marked] * answer.size
+        logprobs += [0.0] * before + answer.logprobs
+        versions += [""] * before + answer.versions
+        kept += [*[None] * before, *answer.kept]
     return {
         "ids": ids,
         "drawn": drawn,
@@ -297,9 +296,8 @@ def _assistant(content: str, reasoning: str | None, calls: Iterator[tuple[str, A
     return ["assistant", content.strip(), (reasoning or "").strip(), [[name, dict(given)] for name, given in calls]]
 
 
-def _as_told(turn: Turn) -> Iterator[list[Any]]:
-    """The forms in which a turn may come back, its own first."""
-    parsed = fold(turn.reply.events)
+def _as_told(parsed: Parsed) -> Iterator[list[Any]]:
+    """The forms in which an answer may come back, its own first."""
     every = [(call.name, json.loads(call.arguments) if call.complete else {}) for call in parsed.calls]
     whole = [made for made, call in zip(every, parsed.calls, strict=True) if call.complete]
     for reasoning in (parsed.reasoning, ""):
@@ -308,7 +306,7 @@ def _as_told(turn: Turn) -> Iterator[list[Any]]:
 
 
 def _thought(turn: Turn) -> bool:
-    return bool(fold(turn.reply.events).reasoning.strip())
+    return turn.answer is not None and bool(turn.answer.parsed.reasoning.strip())
 
 
 def _as_sampled(turn: Turn) -> tuple[int, ...]:

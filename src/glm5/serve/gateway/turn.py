@@ -11,12 +11,13 @@ import time
 from array import array
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Any, overload
+from typing import Any
 
 from glm5.serve.client import Stream
+from glm5.serve.gateway.packed import PackedAnswer
 from glm5.serve.http.conversation import Reply
 from glm5.serve.http.errors import ApiError
-from glm5.serve.request import Delta, Request, TokenInfo
+from glm5.serve.request import Delta, Request
 from glm5.utils.outcome import Outcome
 
 
@@ -33,13 +34,14 @@ class Turn:
     Attributes:
         error: what listeners are told at the end instead.
         failure: why it is of no use; None for a turn that runs or ended well.
+        answer: all of it, once nothing more will come.
     """
 
     def __init__(
         self,
         number: int,
         parent: Turn | None,
-        given: tuple[int, ...],
+        given: Sequence[int],
         request: Request,
         reply: Reply,
         *,
@@ -51,15 +53,16 @@ class Turn:
         ended: Callable[[Turn], None],
     ) -> None:
         self.number, self.parent, self.given = number, parent, given
-        self.reply, self.origin, self.note, self.name, self.digest = reply, origin, note, name, digest
-        self.params = request.params
+        self.origin, self.note, self.name, self.digest = origin, note, name, digest
+        self.temperature = request.params.temperature
         self.prompt_tokens = len(request.input_ids)
         self.started, self.first_at, self.ended_at = time.time(), None, None
         self.error: Exception | None = None
         self.failure: Outcome | None = None
-        self.over = False
+        self.answer: PackedAnswer | None = None
+        self._reply: Reply | None = reply  # until it is over, as the two that follow
         self._deltas: list[Delta] = []
-        self._news = asyncio.Event()
+        self._news: asyncio.Event | None = asyncio.Event()
         self._listeners = 0
         self._grace_s, self._ended = grace_s, ended
         self._alarm: asyncio.TimerHandle | None = None
@@ -71,9 +74,16 @@ class Turn:
     ended_at: float | None
 
     @property
-    def drawn(self) -> list[int]:
+    def over(self) -> bool:
+        """Nothing more will come."""
+        return self._news is None
+
+    @property
+    def drawn(self) -> Sequence[int]:
         """The ids of the answer so far."""
-        return self.reply.answer.ids
+        if self.answer is not None:
+            return self.answer.ids
+        return () if self._reply is None else self._reply.answer.ids
 
     @property
     def complete(self) -> bool:
@@ -91,7 +101,11 @@ class Turn:
 
     def ids(self) -> list[int]:
         """Everything from the first id of its first turn to the last that it drew."""
-        return [id for turn in self.path() for part in (turn.given, turn.drawn) for id in part]
+        ids = array("i")
+        for turn in self.path():
+            ids.extend(turn.given)
+            ids.extend(turn.drawn)
+        return ids.tolist()
 
     # -------------------------------------------------------------------------------------------------- its course
     def run(self, stream: Stream) -> None:
@@ -103,43 +117,56 @@ class Turn:
         try:
             while not self.over:
                 delta = await anext(stream, None)
-                if delta is None:
-                    break
-                self._take(delta)
-                if self.reply.done:
+                if delta is None or self._take(delta):
                     break
         except ApiError as error:
             self.stop(Outcome.TIMEOUT if error.status == 504 else Outcome.ENGINE_LOST, error)
         except Exception as error:  # of whatever backend this is
             self.stop(Outcome.ENGINE_LOST, error)
         else:
-            finish = self.reply.answer.finish
-            if not self.reply.done:
-                lost = ApiError(503, "the engine broke off in the middle of an answer. Ask again", code="engine_lost")
-                self.stop(Outcome.ENGINE_LOST, lost)
-            elif finish is not None and finish.type == "abort":
-                self.stop(Outcome.ABORTED_STALE, None)
-            else:
-                self.stop(None, None)
+            self._conclude()
         finally:
+            self._task = None
             await stream.aclose()
 
-    def _take(self, delta: Delta) -> None:
+    def _conclude(self) -> None:
+        """The engine has nothing more to give."""
+        if self._reply is None:
+            return
+        finish = self._reply.answer.finish
+        if not self._reply.done:
+            lost = ApiError(503, "the engine broke off in the middle of an answer. Ask again", code="engine_lost")
+            self.stop(Outcome.ENGINE_LOST, lost)
+        elif finish is not None and finish.type == "abort":
+            self.stop(Outcome.ABORTED_STALE, None)
+        else:
+            self.stop(None, None)
+
+    def _take(self, delta: Delta) -> bool:
+        """Whether that was all."""
+        if self._reply is None or self._news is None:
+            return True
         if delta.ids and self.first_at is None:
             self.first_at = time.time()
-        self.reply.take(delta)
+        self._reply.take(delta)
         self._deltas.append(delta)
-        self._tell()
+        news, self._news = self._news, asyncio.Event()
+        news.set()
+        return self._reply.done
 
     def stop(self, failure: Outcome | None, error: Exception | None) -> None:
-        """Nothing more will come."""
-        if self.over:
+        """Nothing more will come. What is kept is small: ids and figures in few objects, those of earlier turns at
+        these turns alone."""
+        if self._reply is None or self._news is None:
             return
-        self.over, self.failure, self.error, self.ended_at = True, failure, error, time.time()
+        self.failure, self.error, self.ended_at = failure, error, time.time()
+        self.answer, self.given = PackedAnswer(self._reply, self._deltas), array("i", self.given)
         if self._alarm is not None:
             self._alarm.cancel()
+        news, self._reply, self._news, self._alarm = self._news, None, None, None
+        self._deltas = []  # whoever listens has the list
         self._ended(self)
-        self._tell()
+        news.set()
 
     def cancel(self) -> None:
         """End it now."""
@@ -147,31 +174,26 @@ class Turn:
             self._task.cancel()
         self.stop(Outcome.TIMEOUT, ApiError(503, "the turn was ended: nobody listened", code="abandoned"))
 
-    def _tell(self) -> None:
-        self._news.set()
-        self._news = asyncio.Event()
-
     # -------------------------------------------------------------------------------------------------- listeners
     def listen(self, rid: str) -> Stream:
         """All that came and will come, as the answer to the request of this name."""
         self._listeners += 1
         if self._alarm is not None:
             self._alarm.cancel()
-        return _Listener(self, rid)
+        return _Listener(self, rid, self._deltas if self.answer is None else self.answer.deltas())
 
-    async def heard(self, place: int) -> Delta | None:
-        """Delta number `place`, as soon as it is there; None after the last.
+    async def more(self) -> bool:
+        """Wait for another delta; False after the last.
 
         Raises:
             whatever ended the turn.
         """
-        while place >= len(self._deltas):
-            if self.over:
-                if self.error is not None:
-                    raise self.error
-                return None
+        if self._news is not None:
             await self._news.wait()
-        return self._deltas[place]
+            return True
+        if self.error is not None:
+            raise self.error
+        return False
 
     def left(self) -> None:
         """A listener is gone."""
@@ -179,19 +201,10 @@ class Turn:
         if not self._listeners and not self.over:
             self._alarm = asyncio.get_running_loop().call_later(self._grace_s, self.cancel)
 
-    def pack(self) -> None:
-        """Be small, once nothing more comes. The request's copy of all ids before goes: they are there once, turn by
-        turn."""
-        answer = self.reply.answer
-        answer.request = replace(answer.request, input_ids=())
-        self.reply.conversation = replace(self.reply.conversation, request=answer.request)
-        answer.info = Packed(answer.info)  # type: ignore[assignment]
-        self._deltas = [replace(d, info=Packed(d.info)) if d.info else d for d in self._deltas]  # type: ignore[arg-type]
-
     # -------------------------------------------------------------------------------------------------- told
     def to_json(self) -> dict[str, Any]:
         """What is known of it beside its ids."""
-        finish = self.reply.answer.finish
+        answer, reply = self.answer, self._reply
         return {
             "turn": self.number,
             "parent": None if self.parent is None else self.parent.number,
@@ -199,61 +212,35 @@ class Turn:
             "note": self.note,
             "request_id": self.name,
             "status": "running" if not self.over else "complete" if self.failure is None else "failed",
-            "finish": None if finish is None else finish.type,
-            "finish_reason": self.reply.finish_reason,
+            "finish": None if answer is None or answer.finish is None else answer.finish.type,
+            "finish_reason": None if answer is None else answer.finish_reason,
             "failure": self.failure,
             "error": "" if self.error is None else str(self.error) or type(self.error).__name__,
             "prompt_tokens": self.prompt_tokens,
-            "cached_tokens": self.reply.answer.cached_tokens,
+            "cached_tokens": answer.cached_tokens if answer else reply.answer.cached_tokens if reply else 0,
             "drawn_tokens": len(self.drawn),
-            "temperature": self.params.temperature,
+            "temperature": self.temperature,
             "started": self.started,
             "first_token": self.first_at,
             "ended": self.ended_at,
         }
 
 
-class Packed(Sequence[TokenInfo]):
-    """Figures of many ids in few objects. Python looks through all objects that are kept, again and again, while
-    everybody waits: with one for each id of thousands of turns this takes seconds."""
-
-    __slots__ = ("_kept_logprobs", "_logprobs", "_rest")
-
-    def __init__(self, infos: Sequence[TokenInfo]) -> None:
-        self._logprobs = array("d", (one.logprob for one in infos))
-        self._kept_logprobs = array("d", (one.kept_logprob for one in infos))
-        plain = all(one.kept is None and not one.top for one in infos)
-        self._rest = None if plain else tuple((one.top, one.kept) for one in infos)
-
-    def __len__(self) -> int:
-        return len(self._logprobs)
-
-    @overload
-    def __getitem__(self, at: int) -> TokenInfo: ...
-    @overload
-    def __getitem__(self, at: slice) -> list[TokenInfo]: ...
-    def __getitem__(self, at: int | slice) -> TokenInfo | list[TokenInfo]:
-        if isinstance(at, slice):
-            return [self[i] for i in range(*at.indices(len(self)))]
-        top, kept = self._rest[at] if self._rest is not None else ((), None)
-        return TokenInfo(self._logprobs[at], top, kept, self._kept_logprobs[at])
-
-
 class _Listener:
     """A stream of a turn's deltas."""
 
-    def __init__(self, turn: Turn, rid: str) -> None:
-        self._turn, self._rid, self._place, self._open = turn, rid, 0, True
+    def __init__(self, turn: Turn, rid: str, deltas: list[Delta]) -> None:
+        self._turn, self._rid, self._deltas, self._place, self._open = turn, rid, deltas, 0, True
 
     def __aiter__(self) -> _Listener:
         return self
 
     async def __anext__(self) -> Delta:
-        delta = await self._turn.heard(self._place)
-        if delta is None:
-            raise StopAsyncIteration
+        while self._place >= len(self._deltas):
+            if not await self._turn.more():
+                raise StopAsyncIteration
         self._place += 1
-        return replace(delta, rid=self._rid)
+        return replace(self._deltas[self._place - 1], rid=self._rid)
 
     async def aclose(self) -> None:
         if self._open:
