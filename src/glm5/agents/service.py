@@ -44,6 +44,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from glm5.agents.protocol import KEY, Offer, Result, Rollout, bearer, judged, require_key
 from glm5.utils.errors import DataError, UserError
+from glm5.utils.http import client
 from glm5.utils.outcome import Outcome
 
 __all__ = ["ContextFull", "EngineLost", "Hosted", "Policy", "Result", "Rollout", "TaskService", "judged", "serve"]
@@ -172,8 +173,7 @@ class Hosted:
     async def start(self) -> None:
         """Before anything is asked."""
         if self._http is None:
-            limits = httpx.Limits(max_connections=None, max_keepalive_connections=self.service.concurrency)
-            self._http = httpx.AsyncClient(timeout=httpx.Timeout(None), limits=limits)
+            self._http = client(self.service.concurrency, timeout=None)
         await self.service.start()
 
     async def stop(self) -> None:

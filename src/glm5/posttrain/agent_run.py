@@ -53,6 +53,7 @@ from glm5.train.prepare import Say
 from glm5.utils.devices import resolve_device
 from glm5.utils.errors import ConfigError, UserError
 from glm5.utils.files import exclusive, require_writable, write_json
+from glm5.utils.http import client
 
 GREEDY = 1e-4  # a temperature at which the likeliest id is drawn; sessions have none of 0
 # Beside what any run may change later: where and how fast things are done, and how patiently.
@@ -315,7 +316,7 @@ _PLAIN = Sampling()
 
 
 def _client() -> httpx.AsyncClient:
-    return httpx.AsyncClient(timeout=600, limits=httpx.Limits(max_connections=None, max_keepalive_connections=256))
+    return client(256, timeout=600)
 
 
 def agent(
