@@ -7,9 +7,11 @@
 The model has `mini`'s widths. A step is forward and backward passes of random rows, MTP at three depths, without the
 optimizer. Times of computations are CUDA events on the stream that computes (waiting for a receive is not in them), so
 busy time is theirs, the bubble is the rest, and the prediction is `simulate` with these times. Memory is
-`max_memory_allocated` over a step, per rank. "check" compares gradients, fp32, with those of one process; "layouts"
-runs the given ones and one GPU alone, whose time over that of all ranks is the efficiency. Every result is a JSON line
-as soon as it is there; what fails is one, too, and what the budget leaves no time for is left out.
+`max_memory_allocated` over a step, per rank; predicted for it is what lay there before, gradients included, and what
+autograd saves by the schedule's order, with the bytes of one micro-batch on each stage. "check" compares gradients,
+fp32, with those of one process; "layouts" runs the given ones and one GPU alone, whose time over that of all ranks is
+the efficiency. Every result is a JSON line as soon as it is there; what fails is one, too, and what the budget leaves
+no time for is left out.
 """
 
 from __future__ import annotations
@@ -21,7 +23,9 @@ import os
 import time
 import traceback
 from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -37,7 +41,8 @@ from glm5.parallel.compat import gathered_gradient_bytes
 from glm5.parallel.mesh import Mesh, World, open_world
 from glm5.parallel.pipeline.engine import Pipeline, build
 from glm5.parallel.pipeline.layout import PipelineLayout
-from glm5.parallel.pipeline.schedule import orders
+from glm5.parallel.pipeline.offload import Activations, When, chosen
+from glm5.parallel.pipeline.schedule import computations, orders
 from glm5.parallel.pipeline.simulate import Times, gradient_bytes, simulate
 from glm5.parallel.pipeline.stage import Pass, Work
 from glm5.parallel.shard import parallelize
@@ -96,6 +101,42 @@ def make_model(config: ModelConfig, device: torch.device, dtype: torch.dtype) ->
     return model
 
 
+@contextmanager
+def saved_bytes() -> Iterator[dict[int, float]]:
+    """What a micro-batch saves on each stage of this rank, of the steps in the block; their pipelines count it."""
+    saved: dict[int, float] = {}
+    plain = Activations.done
+
+    def counted(self: Activations, stage: int, micro: int) -> None:
+        before = self.device_bytes
+        plain(self, stage, micro)
+        saved[stage] = max(saved.get(stage, 0), before - self.device_bytes)
+
+    Activations.done = counted  # type: ignore[method-assign]
+    try:
+        yield saved
+    finally:
+        Activations.done = plain  # type: ignore[method-assign]
+
+
+def played(order: Sequence[Any], each: dict[int, float], when: When) -> float:
+    """The most bytes on the device if a stage's micro-batch saves `each[stage]` and those that leave come back while
+    the computation before their own runs."""
+    listed, moved = computations(order), chosen(order, when)
+    held = most = 0.0
+    for i, (kind, stage, micro) in enumerate(listed):
+        coming = listed[i + 1] if i + 1 < len(listed) else ("", -1, -1)
+        if coming[0] in ("I", "B") and coming[1:] in moved:
+            held += each[coming[1]]
+        if kind == "F":
+            most = max(most, held + each[stage])
+            held += 0.0 if (stage, micro) in moved else each[stage]
+        most = max(most, held)
+        if kind in ("I", "B"):
+            held -= each[stage]
+    return most
+
+
 class Watch:
     """CUDA events around every computation of a pipeline's stages."""
 
@@ -135,10 +176,10 @@ class Watch:
 
 
 def run(args: argparse.Namespace, world: World, config: ModelConfig, micro: int | None = None, **options: Any) -> dict:
-    """A warm step and two measured ones."""
+    """A step whose saved bytes are counted, a warm one and a measured one."""
     micro = micro or args.micro
     model = make_model(config, world.device, torch.bfloat16)
-    pipeline = build(model, world, **options)
+    pipeline = build(model, world, count_activations=True, **options)
     del model
     gc.collect()  # modules and schedules of the run before refer to each other
     torch.cuda.empty_cache()
@@ -149,7 +190,11 @@ def run(args: argparse.Namespace, world: World, config: ModelConfig, micro: int 
             parameter.grad = None
         pipeline.step(Work(rows, losses, depths=DEPTHS, balance=True))
 
-    step()
+    with saved_bytes() as saved:
+        step()
+    if pipeline.memory.offload == "never":  # counting takes the host time
+        pipeline.memory, pipeline._runner = replace(pipeline.memory, count=False), None
+        step()
     watch = Watch(pipeline)
     step()
     torch.cuda.synchronize()
@@ -163,12 +208,15 @@ def run(args: argparse.Namespace, world: World, config: ModelConfig, micro: int 
     world.barrier()
     took = 1e3 * (time.perf_counter() - began)
     means, busy, span = watch.times()
+    order = orders(pipeline.schedule, world.count("pp"), len(pipeline.layout), micro)[world.place("pp")]
+    predicted = held + played(order, saved, pipeline.memory.offload)
     found = world.gather_objects(
         {
             "busy_ms": round(busy, 1),
             "span_ms": round(span, 1),
             "peak_mib": round(torch.cuda.max_memory_allocated() / MIB),
             "held_mib": round(held / MIB),
+            "predicted_mib": round(predicted / MIB),
             "host_mib": round(pipeline.activations.peak_host / MIB) if pipeline.activations else 0,
             "late": pipeline.activations.late if pipeline.activations else 0,
             "means": means,
@@ -186,15 +234,15 @@ def run(args: argparse.Namespace, world: World, config: ModelConfig, micro: int 
         weights = each.get(("W", stage), 0.0)
         return Times(each["F", stage], inputs, weights if split and ("W", stage) in each else 0.0)
 
-    played = simulate(orders(pipeline.schedule, world.count("pp"), len(stages), micro), [times(s) for s in stages])
+    timeline = simulate(orders(pipeline.schedule, world.count("pp"), len(stages), micro), [times(s) for s in stages])
     busy_all = sum(f["busy_ms"] for f in found)
     return {
         "layout": str(pipeline.layout),
         "step_ms": round(took, 1),
         "bubble": round(1 - busy_all / len(found) / took, 3),
-        "predicted_ms": round(played.makespan, 1),
-        "predicted_bubble": round(played.bubble, 3),
-        "in_flight": played.in_flight,
+        "predicted_ms": round(timeline.makespan, 1),
+        "predicted_bubble": round(timeline.bubble, 3),
+        "in_flight": timeline.in_flight,
         "stage_ms": {f"{k}{s}": round(v, 1) for (k, s), v in sorted(each.items(), key=lambda x: x[0][::-1])},
         "ranks": found,
     }
@@ -254,9 +302,9 @@ def placement(args: argparse.Namespace, world: World) -> Results:
 
 
 def memory(args: argparse.Namespace, world: World) -> Results:
-    """Offloading and recomputation, by a schedule that holds many micro-batches."""
-    settings = [("never", ()), ("far", ()), ("warmup", ()), ("never", ("attention",)), ("never", ("layer",))]
-    settings += [("far", ("attention",)), ("warmup", ("attention",))]
+    """Offloading and recomputation, by a schedule that holds many micro-batches. Pinning host memory is slow: last."""
+    settings = [("never", ()), ("never", ("attention",)), ("never", ("layer",)), ("far", ("layer",))]
+    settings += [("far", ("attention",)), ("warmup", ("attention",)), ("far", ()), ("warmup", ())]
     for offload, recompute in settings:
         options = dict(schedule="interleaved", stages_per_rank=3, offload=offload, recompute=recompute)
         yield f"{offload}/{'+'.join(recompute) or 'none'}", partial(run, args, world, shape(args), **options)

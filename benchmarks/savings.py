@@ -17,7 +17,7 @@ import argparse
 import json
 import logging
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -33,13 +33,13 @@ from glm5.parallel.mesh import Mesh, World, open_world
 from glm5.parallel.pipeline import offload
 from glm5.parallel.pipeline.engine import Pipeline, RunningStage, build
 from glm5.parallel.pipeline.layout import Costs, PipelineLayout
-from glm5.parallel.pipeline.schedule import computations, orders
+from glm5.parallel.pipeline.schedule import orders
 from glm5.parallel.pipeline.simulate import gradient_bytes, in_flight
 from glm5.parallel.pipeline.stage import Work
 from glm5.parallel.shard import parallelize
 from glm5.train.optim import MuonSplit
 from glm5.train.roles import parameter_roles
-from pipeline import DEPTHS, make_model, make_rows, objective
+from pipeline import DEPTHS, make_model, make_rows, objective, played, saved_bytes
 
 MIB = 2**20
 
@@ -87,24 +87,6 @@ class Lab:
         return activations.peak_device
 
 
-def played(order: Sequence[Any], each: dict[int, float], when: offload.When) -> float:
-    """The most bytes on the device if a stage's micro-batch saves `each[stage]` and those that leave come back while
-    the computation before their own runs."""
-    listed, moved = computations(order), offload.chosen(order, when)
-    held = most = 0.0
-    for i, (kind, stage, micro) in enumerate(listed):
-        coming = listed[i + 1] if i + 1 < len(listed) else ("", -1, -1)
-        if coming[0] in ("I", "B") and coming[1:] in moved:
-            held += each[coming[1]]
-        if kind == "F":
-            most = max(most, held + each[stage])
-            held += 0.0 if (stage, micro) in moved else each[stage]
-        most = max(most, held)
-        if kind in ("I", "B"):
-            held -= each[stage]
-    return most
-
-
 def activations(lab: Lab) -> Iterator[Row]:
     """1F1B's micro-batches in flight; host memory; running again."""
     world, micro = lab.on("pp=4"), lab.args.micro
@@ -134,19 +116,8 @@ def activations(lab: Lab) -> Iterator[Row]:
 
 def stage_bytes(lab: Lab, world: World, options: dict[str, Any]) -> dict[int, float]:
     """What one micro-batch saves on each of this rank's stages: of one that goes through alone."""
-    saved: dict[int, float] = {}
-    plain = offload.Activations.done
-
-    def counted(self: offload.Activations, stage: int, micro: int) -> None:
-        before = self.device_bytes
-        plain(self, stage, micro)
-        saved[stage] = max(saved.get(stage, 0), before - self.device_bytes)
-
-    offload.Activations.done = counted  # type: ignore[method-assign]
-    try:
+    with saved_bytes() as saved:
         lab.step(world, 2, count_activations=True, **options)
-    finally:
-        offload.Activations.done = plain  # type: ignore[method-assign]
     return saved
 
 
