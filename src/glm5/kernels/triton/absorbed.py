@@ -44,7 +44,7 @@ def _by_head(
             col_X = start + tl.arange(0, BLOCK_X)
             x_TX = tl.load(x_ptr + row_T * x_stride + head * x_head + col_X[None, :], mask=real_T, other=0.0)
             w_XY = tl.load(w_ptr + head * w_head + col_X[:, None] * w_in + col_Y * w_out)
-            acc_TY = tl.dot(x_TX, w_XY, acc=acc_TY)
+            acc_TY = tl.dot(x_TX, w_XY, acc=acc_TY, input_precision="ieee")
         tl.store(
             out_ptr + row_T * out_stride + head * out_head + col_Y, acc_TY.to(out_ptr.dtype.element_ty), mask=real_T
         )

@@ -49,15 +49,15 @@ def _attend(
         row_K = kv_base + tl.maximum(slot_K, 0).to(tl.int64) * kv_stride
         kv_KC = tl.load(row_K[:, None] + col_C[None, :], mask=real_K[:, None], other=0.0)
         kv_KR = tl.load(row_K[:, None] + C + col_R[None, :], mask=real_K[:, None], other=0.0)
-        s_HK = tl.dot(q_HC, tl.trans(kv_KC))
-        s_HK = tl.dot(q_HR, tl.trans(kv_KR), acc=s_HK) * scale_log2
+        s_HK = tl.dot(q_HC, tl.trans(kv_KC), input_precision="ieee")
+        s_HK = tl.dot(q_HR, tl.trans(kv_KR), acc=s_HK, input_precision="ieee") * scale_log2
         s_HK = tl.where(real_K[None, :], s_HK, -float("inf"))
         new_H = tl.maximum(top_H, tl.max(s_HK, 1))
         shift_H = tl.where(new_H == -float("inf"), 0.0, new_H)
         alpha_H = tl.exp2(top_H - shift_H)
         p_HK = tl.exp2(s_HK - shift_H[:, None])
         sum_H = sum_H * alpha_H + tl.sum(p_HK, 1)
-        acc_HC = tl.dot(p_HK.to(kv_KC.dtype), kv_KC, acc=acc_HC * alpha_H[:, None])
+        acc_HC = tl.dot(p_HK.to(kv_KC.dtype), kv_KC, acc=acc_HC * alpha_H[:, None], input_precision="ieee")
         top_H = new_H
     safe_H = tl.where(sum_H > 0.0, sum_H, 1.0)
     lse_H = tl.where(sum_H > 0.0, top_H + tl.log2(safe_H), -float("inf"))

@@ -63,8 +63,8 @@ def _gate_up_rows(
         gate = tl.load(gate_ND + d, mask=(col_N < F)[:, None] & (col_D < rest)[None, :], other=0.0)
         up = tl.load(gate_ND + F * D + d, mask=(col_N < F)[:, None] & (col_D < rest)[None, :], other=0.0)
         x = tl.load(x_DM + d, mask=real_M[None, :] & (col_D < rest)[:, None], other=0.0)
-        gate_NM = tl.dot(gate, x, acc=gate_NM)
-        up_NM = tl.dot(up, x, acc=up_NM)
+        gate_NM = tl.dot(gate, x, acc=gate_NM, input_precision="ieee")
+        up_NM = tl.dot(up, x, acc=up_NM, input_precision="ieee")
     # As in the specification: the products are rounded before SwiGLU.
     kind = hidden_ptr.dtype.element_ty
     gate_NM = gate_NM.to(kind).to(tl.float32)
@@ -94,7 +94,7 @@ def _down(
         rest = F - f
         weight = tl.load(weight_NF + f, mask=(col_N < D)[:, None] & (col_F < rest)[None, :], other=0.0)
         hidden = tl.load(hidden_FM + f, mask=real_M[None, :] & (col_F < rest)[:, None], other=0.0)
-        acc_NM = tl.dot(weight, hidden, acc=acc_NM)
+        acc_NM = tl.dot(weight, hidden, acc=acc_NM, input_precision="ieee")
     target = part_ptr + pair_M[None, :].to(tl.int64) * D + col_N[:, None]
     tl.store(target, acc_NM.to(part_ptr.dtype.element_ty), mask=real_M[None, :] & (col_N < D)[:, None])
 
@@ -127,7 +127,7 @@ def _down_rows(
     for f in range(0, F, BLOCK_F):
         hidden = hidden_desc.load([first, f])
         weight = weight_desc.load([expert * D + start, f])
-        acc_MN = tl.dot(hidden, tl.trans(weight), acc=acc_MN)
+        acc_MN = tl.dot(hidden, tl.trans(weight), acc=acc_MN, input_precision="ieee")
     row_M = first + tl.arange(0, BLOCK_M)
     pair_M = tl.load(pair_ptr + row_M, mask=row_M < past, other=0)
     col_N = start + tl.arange(0, BLOCK_N)

@@ -23,7 +23,7 @@ def score_tile(
         page_S = tl.load(table_ptr + s_S // PAGE, mask=s_S < slots, other=0)
         row_S = page_S * PAGE + s_S % PAGE
     k_SI = tl.load(k_ptr + row_S[:, None] * k_stride + col_I[None, :], mask=(s_S < slots)[:, None], other=0.0)
-    dots_SP = tl.dot(k_SI, tl.trans(q_PI))
+    dots_SP = tl.dot(k_SI, tl.trans(q_PI), input_precision="ieee")
     weighted_SP = tl.maximum(dots_SP, 0.0) * w_P[None, :]
     score_SQ = tl.sum(tl.reshape(weighted_SP, [BLOCK_S, BLOCK_Q, J]), 2)
     if SCALED:
