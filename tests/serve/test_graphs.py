@@ -4,6 +4,8 @@ go through the plain call."""
 from __future__ import annotations
 
 import logging
+import threading
+import warnings
 from dataclasses import replace
 
 import pytest
@@ -199,3 +201,30 @@ def test_widths_that_no_kernel_takes_run_plainly_on_a_gpu(caplog: pytest.LogCapt
     assert engine.info()["recorded_steps"] == 0
     assert any("waits for the device" in r.getMessage() for r in caplog.records)
     torch.rand(1, device="cuda")  # torch goes on
+
+
+@pytest.mark.parametrize("beside", [False, True])
+def test_a_call_that_waits_is_refused_and_another_thread_may_wait(
+    beside: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    modes = ["default"]
+    monkeypatch.setattr(torch.cuda, "get_sync_debug_mode", lambda: modes[-1])
+    monkeypatch.setattr(torch.cuda, "set_sync_debug_mode", modes.append)
+    out = torch.zeros(1), torch.zeros(1)
+
+    def wait() -> None:
+        warnings.warn("called a synchronizing CUDA operation", stacklevel=1)
+
+    def run() -> graphs.Outputs:
+        thread = threading.Thread(target=wait)
+        (thread.start if beside else wait)()
+        if beside:
+            thread.join()
+        return out
+
+    if beside:
+        graphs._refuse_waiting(run)
+    else:
+        with pytest.raises(RuntimeError, match="waits for the device"):
+            graphs._refuse_waiting(run)
+    assert modes == ["default", "warn", "default"]

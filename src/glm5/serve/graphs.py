@@ -16,9 +16,11 @@ and the executor makes its plain call. The MTP block's entries are recorded in t
 from __future__ import annotations
 
 import logging
+import threading
 import warnings
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -35,6 +37,7 @@ ROWS = (1, 2, 4, 8, 16, 32, 64, 96, 128, 192, 256)
 # Pages of a table: the operators' work follows what is seen, so that few lengths do.
 PAGES = (64, 256, 1024, 4096)
 MOST_QUERIES = 8  # rows of a sequence up to which steps are recorded
+_ASKING = threading.Lock()  # torch's mode, and who hears of warnings, are one for all threads
 
 Outputs = tuple[Tensor, Tensor]
 Recorder = Callable[[Callable[[], Outputs]], Callable[[], Outputs]]
@@ -71,15 +74,26 @@ def recorder_for(device: torch.device) -> Recorder | None:
 def _refuse_waiting(run: Callable[[], Outputs]) -> None:
     """Run once; a call that waits for the device is refused here, since a recording that fails leaves torch's own state
     behind: where the widths are not those of the kernels, plain PyTorch looks at what it selected."""
-    before = torch.cuda.get_sync_debug_mode()
-    torch.cuda.set_sync_debug_mode("warn")
-    try:
-        with warnings.catch_warnings(record=True) as told:
-            warnings.simplefilter("always")
+    told: list[str] = []
+    own, show = threading.get_ident(), warnings.showwarning
+
+    def hear(message: Warning | str, *more: Any, **others: Any) -> None:
+        waits = "called a synchronizing" in str(message)
+        if not waits:
+            show(message, *more, **others)
+        elif threading.get_ident() == own:  # other threads may wait: pages are fetched there
+            told.append(str(message))
+
+    with _ASKING, warnings.catch_warnings():
+        warnings.simplefilter("always")
+        warnings.showwarning = hear
+        before = torch.cuda.get_sync_debug_mode()
+        torch.cuda.set_sync_debug_mode("warn")
+        try:
             run()
-    finally:
-        torch.cuda.set_sync_debug_mode(before)
-    if any("called a synchronizing" in str(w.message) for w in told):
+        finally:
+            torch.cuda.set_sync_debug_mode(before)
+    if told:
         raise RuntimeError("a part of the model waits for the device (see `glm5 doctor` for its operators)")
 
 
