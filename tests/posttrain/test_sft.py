@@ -11,12 +11,17 @@ from typing import Any
 import pytest
 import torch
 
+from glm5.kernels.formats import unpack
 from glm5.model.config import ModelConfig
 from glm5.model.glm5 import GLM5
+from glm5.model.moe import Experts
 from glm5.model.weights import load_model, save_model
+from glm5.posttrain.chat_data import prepare_chat
 from glm5.posttrain.sft import SftConfig, conversations, resolve, sft, staged
+from glm5.quant.int4 import MARK, pack_experts, train_at_int4
 from glm5.text import load_tokenizer, messages_from_openai, parse, render
 from glm5.train.config import TrainConfig
+from glm5.train.evaluate import held_out
 from glm5.train.loop import Trainer
 from glm5.train.schedule import BatchWarmup, LearningRate
 from glm5.utils.errors import CheckpointError, ConfigError, DataError
@@ -104,11 +109,14 @@ def test_eight_conversations_are_learned_and_said_again(tmp_path: Path) -> None:
     assert stored["held_out"] == found.held_out
 
 
-def test_a_resumed_run_ends_in_the_same_bytes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("qat", [dict(), dict(qat="int4", qat_group=4)])
+def test_a_resumed_run_ends_in_the_same_bytes(
+    qat: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     base = checkpoint(tmp_path)
     data = (write(tmp_path / "a.jsonl") + "=3", write(tmp_path / "b.jsonl", {"Cairo": "Egypt", "Minsk": "Belarus"}))
     held = (write(tmp_path / "held.jsonl"),)
-    whole = config(tmp_path, checkpoint=base, data=data, held_out=held, run=str(tmp_path / "whole"))
+    whole = config(tmp_path, checkpoint=base, data=data, held_out=held, run=str(tmp_path / "whole"), **qat)
     expected = sft(whole, lambda _: None)
 
     step = Trainer.step
@@ -129,6 +137,53 @@ def test_a_resumed_run_ends_in_the_same_bytes(tmp_path: Path, monkeypatch: pytes
     write(tmp_path / "a.jsonl", {"Oslo": "Sweden"})
     with pytest.raises(DataError, match="not those that"):
         sft(cut, lambda _: None)
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_at_int4_the_saved_weights_pack_to_what_training_saw(precision: str, tmp_path: Path) -> None:
+    seen: list[dict[str, torch.Tensor]] = []
+    export = Trainer.export
+
+    def look(self: Trainer, *args: Any, **options: Any) -> None:
+        experts = {n: m for n, m in self.model.named_modules() if isinstance(m, Experts)}
+        seen.append({f"{n}/{i}": t.detach().clone() for n, m in experts.items() for i, t in enumerate(m.read())})
+        export(self, *args, **options)
+
+    options: dict[str, Any] = dict(qat="int4", qat_group=12, held_out=(write(tmp_path / "held.jsonl"),))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Trainer, "export", look)
+        found = sft(config(tmp_path, train=dict(steps=2, precision=precision), **options), lambda _: None)
+    model = load_model(found.model, dtype="float32")
+    assert model.config.extra[MARK] == {"format": "int4", "group": 12, "weights": "experts"}
+    experts = {n: m for n, m in model.named_modules() if isinstance(m, Experts)}
+    packed = {f"{n}/{i}": unpack(p) for n, m in experts.items() for i, p in enumerate(pack_experts(m, 12))}
+    assert packed.keys() == seen[0].keys()
+    for name, t in seen[0].items():
+        assert torch.equal(packed[name].to(t.dtype), t), name
+        assert not torch.equal(packed[name], model.get_submodule(name[:-2]).held()[int(name[-1])]), "masters are kept"
+    # What is measured is the rounded model, and a later stage that does not round takes the mark away.
+    train_at_int4(model, 12)
+    held = prepare_chat(
+        [options["held_out"][0]],
+        tokenizer(),
+        tmp_path / "again",
+        seq_len=64,
+        clear_thinking=False,
+        too_long="refuse",
+        begun=False,
+    )
+    loss = held_out(model, held.dataset(64, 1), sparse=True).loss
+    assert found.held_out["after"] == pytest.approx(loss, rel=1e-6 if precision == "fp32" else 2e-2)
+    plain = sft(config(tmp_path, checkpoint=str(found.model), run=str(tmp_path / "on"), train=dict(steps=1)), str)
+    assert MARK not in load_model(plain.model).config.extra
+
+
+def test_int4_without_its_switch_or_with_a_wrong_group_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="qat_group=12: belongs to qat=int4"):
+        config(tmp_path, checkpoint="", qat_group=12)
+    with pytest.raises(ConfigError, match="qat_group=128: must be even and divide"):
+        sft(config(tmp_path, qat="int4"), str)
+    assert not (tmp_path / "run").exists()
 
 
 class Killed(BaseException):

@@ -64,4 +64,7 @@ def dry_run(config: SftConfig) -> None:
     parts = ("weights", "gradients", "optimizer", "activations", "logits")
     listed = ", ".join(f"{name} {format_bytes(getattr(e, name))}" for name in parts)
     print(f"memory    about {format_bytes(e.total)} on {config.device}: {listed}; the libraries' own comes on top")
+    if config.qat == "int4":
+        size = format_bytes(sft.int4_bytes(config, model))
+        print(f"          {size} more for what is read of the experts at INT4, until the backward pass")
     print(f"dry run: nothing was kept. Without --dry-run it trains in {config.run}")

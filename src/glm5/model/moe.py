@@ -68,7 +68,12 @@ class Router(nn.Module):
 
 
 class Experts(nn.Module):
-    """Routed experts, fused: gate_up_proj [E, 2F, D] (gate rows, then up rows) and down_proj [E, D, F]."""
+    """Routed experts, fused: gate_up_proj [E, 2F, D] (gate rows, then up rows) and down_proj [E, D, F].
+
+    `through` is None, or gives what is read in place of a weight (`glm5.quant`).
+    """
+
+    through: Callable[[Tensor], Tensor] | None = None
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
@@ -76,9 +81,18 @@ class Experts(nn.Module):
         self.gate_up_proj = nn.Parameter(torch.empty(experts, 2 * inner, width))
         self.down_proj = nn.Parameter(torch.empty(experts, width, inner))
 
+    def held(self) -> tuple[Tensor, Tensor]:
+        """The weights that are here."""
+        return self.gate_up_proj, self.down_proj
+
+    def read(self) -> tuple[Tensor, Tensor]:
+        """What products read in their place."""
+        gate_up, down = self.held()
+        return (gate_up, down) if self.through is None else (self.through(gate_up), self.through(down))
+
     def forward(self, x_ND: Tensor, expert_NM: Tensor, weight_NM: Tensor) -> Tensor:
         """Each token's weighted sum over its experts, [N, D]."""
-        return grouped_swiglu(x_ND, self.gate_up_proj, self.down_proj, expert_NM, weight_NM)
+        return grouped_swiglu(x_ND, *self.read(), expert_NM, weight_NM)
 
 
 class MoE(nn.Module):
@@ -120,6 +134,8 @@ class MoE(nn.Module):
     def _at_once(self, x_ND: Tensor) -> Tensor | None:
         """The whole by one call, where there is one for these tokens."""
         gate, experts, shared = self.gate, self.experts, self.shared_experts
+        if experts.through is not None:
+            return None
         weights = () if shared is None else (shared.gate_proj.weight, shared.up_proj.weight, shared.down_proj.weight)
         routed = (experts.gate_up_proj, experts.down_proj)
         fast = pick("moe", x_ND, gate.weight, *routed, *weights) if gate.settings["n_group"] == 1 else None

@@ -59,6 +59,9 @@ class SpreadExperts(Experts):
 
     world: World
 
+    def held(self) -> tuple[Tensor, Tensor]:
+        return _working(self.gate_up_proj), _working(self.down_proj)
+
     def forward(
         self, x_ND: Tensor, expert_NM: Tensor, weight_NM: Tensor, other: Callable[[], None] | None = None
     ) -> Tensor:
@@ -79,7 +82,7 @@ class SpreadExperts(Experts):
     ) -> Tensor:
         """The same for tokens that no other rank has."""
         group = self.world.group("ep")
-        gate_up, down = _working(self.gate_up_proj), _working(self.down_proj)
+        gate_up, down = self.read()
         tokens, chosen = expert_NM.shape
         sorted_ids, order = expert_NM.flatten().sort(stable=True)
         # Counted in what is sorted: `bincount` would wait for the device.
@@ -110,7 +113,7 @@ class SpreadExperts(Experts):
         """The same by giving all tokens to every rank, which answers with the part of its experts: R - 1 copies of a
         token leave in place of one for each expert elsewhere, and shapes are known beforehand."""
         group = self.world.group("ep")
-        gate_up, down = _working(self.gate_up_proj), _working(self.down_proj)
+        gate_up, down = self.read()
         own, choices = len(gate_up), expert_NM.shape[1]
         gathering = Gathering(group)
         x_ND = gathering.leaving(x_ND)

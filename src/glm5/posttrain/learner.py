@@ -30,6 +30,7 @@ from glm5.model.weights import save_model
 from glm5.posttrain.losses import LossConfig
 from glm5.posttrain.rows import PolicyRows, Trajectory, pack
 from glm5.posttrain.update import PolicyUpdate, freeze_indexers
+from glm5.quant.int4 import marked
 from glm5.text.tokenizer import Tokenizer
 from glm5.train.checkpoint import CheckpointStore
 from glm5.train.drive import Asked, drive
@@ -119,6 +120,7 @@ class Learner:
         self.config, self.model, self.directory, self.data = config, model, directory, data
         self.vocab_size, self.ranks = vocab_size, ranks or Ranks()
         model.train()
+        model.config = marked(model.config, None)  # it no longer learns at INT4, if it did
         if not config.indexer_weight:
             freeze_indexers(model)
         self.ranks.place(model, PipelineOptions())

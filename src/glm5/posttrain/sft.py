@@ -7,15 +7,16 @@
     RUN/result.json    loss on the held-out conversations before and after, and what it took
 
 It is `glm5.train`'s loop on other rows, on one process or the ranks of a mesh: MTP trains along, on the same masks;
-nothing sees or predicts another conversation. Training at INT4 has its place in front of `Trainer`, where the model's
-linear layers are to be wrapped. Source: report, section 3.1. Read next: `chat_data`, `glm5.train.loop`.
+nothing sees or predicts another conversation. With `--qat int4` the experts are read at INT4 all the while
+(`glm5.quant.int4`). Source: report, sections 3.1 and 2.4.3. Read next: `chat_data`, `glm5.train.loop`.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from glm5.data.mixing import MixedLoader, Source
 from glm5.model.config import ModelConfig
@@ -23,6 +24,8 @@ from glm5.model.glm5 import GLM5
 from glm5.model.weights import load_model
 from glm5.parallel.mesh import World
 from glm5.posttrain.chat_data import ChatData, ChatDataset, TooLong, prepare_chat
+from glm5.quant.int4 import GROUP, marked, train_at_int4
+from glm5.quant.int4 import check as check_int4
 from glm5.text.tokenizer import Tokenizer, load_tokenizer
 from glm5.train.config import TrainConfig
 from glm5.train.evaluate import HeldOut, held_out
@@ -31,9 +34,17 @@ from glm5.train.prepare import Say
 from glm5.train.ranks import Ranks
 from glm5.train.rows import check_stage
 from glm5.train.schedule import BatchWarmup, LearningRate
-from glm5.train.together import MESH_MAY_DIFFER, MeshConfig, check_weights, claimed, keep_weights, measured, together
+from glm5.train.together import (
+    MESH_MAY_DIFFER,
+    MeshConfig,
+    check_weights,
+    claimed,
+    keep_weights,
+    measured,
+    settled,
+    together,
+)
 from glm5.utils.config_io import to_dict
-from glm5.utils.devices import resolve_device
 from glm5.utils.errors import CheckpointError, ConfigError
 from glm5.utils.files import read_json, write_json
 from glm5.utils.runlog import CONFIG, refuse_changes
@@ -74,6 +85,11 @@ class SftConfig(MeshConfig):
     preserved thinking."""
     too_long: TooLong = "refuse"
     """Conversations longer than a row: refuse the data, or drop and count them."""
+    qat: Literal["off", "int4"] = "off"
+    """int4: train and measure with the routed experts read at INT4, as they will be served once they are packed; the
+    weights that learn, and those that are saved, keep all digits."""
+    qat_group: int = GROUP
+    """Columns of a row that share a scale, with qat=int4."""
     held_out_rows: int | None = None
     """Measure the first so many held-out rows only."""
     dry_run: bool = False
@@ -91,6 +107,8 @@ class SftConfig(MeshConfig):
             raise ConfigError("seq_len", self.seq_len, "must be at least 1")
         if self.train.stage == "warmup":
             raise ConfigError("train.stage", "warmup", "trains nothing that speaks; leave it out")
+        if self.qat == "off" and self.qat_group != GROUP:
+            raise ConfigError("qat_group", self.qat_group, "belongs to qat=int4: add --qat int4, or leave it out")
 
     @property
     def sources(self) -> list[Source]:
@@ -128,8 +146,10 @@ def resolve(config: SftConfig) -> tuple[SftConfig, ModelConfig]:
     if config.seq_len > model.max_position_embeddings:
         rule = f"must be at most max_position_embeddings={model.max_position_embeddings}"
         raise ConfigError("seq_len", config.seq_len, rule)
+    if config.qat == "int4":
+        check_int4(model, config.qat_group)
     depths = config.train.mtp_depths if model.num_nextn_predict_layers else 0
-    return replace(config, device=resolve_device(config.device), train=replace(config.train, mtp_depths=depths)), model
+    return settled(replace(config, train=replace(config.train, mtp_depths=depths))), model
 
 
 def staged(config: SftConfig, model: ModelConfig, dataset: ChatDataset) -> SftConfig:
@@ -167,9 +187,11 @@ def sft(config: SftConfig, say: Say = print) -> Tuned:
             device = config.device if world is None else str(world.device)
             model = load_model(config.checkpoint, device=device, dtype="float32")
             check_weights(model, world)
+            rounded = quantised(config, model)
             measure = Measure(config, tokenizer, run, begun, ranks, say)
             measure.before(model)
             trainer = train(config, dataset, model, run, world)
+            trainer.state.as_run = rounded
             say(f"export    {run / 'model'}")
             trainer.export(run / "model", tokenizer=tokenizer)
             measure.after(trainer)
@@ -184,6 +206,25 @@ def sft(config: SftConfig, say: Say = print) -> Tuned:
             }
             ranks.on_main(lambda: write_json(run / "result.json", result))
     return Tuned(run, run / "model", trainer.finished_steps, trainer.tokens, measure.loss, result)
+
+
+def quantised(config: SftConfig, model: GLM5) -> frozenset[str]:
+    """Make a model read its experts as the configuration says, and say so in its own. Names what is rounded."""
+    if config.qat == "int4":
+        return train_at_int4(model, config.qat_group)
+    model.config = marked(model.config, None)
+    return frozenset()
+
+
+def int4_bytes(config: SftConfig, model: ModelConfig) -> int:
+    """What is read of the experts at INT4 while it waits for the backward pass, on one device: each layer's, or one's
+    where feed-forward layers run again."""
+    moe = sum(map(model.is_moe, range(model.num_hidden_layers))) + config.train.mtp_depths
+    again = {"feed-forward", "layer"} & set(config.pipeline.recompute)
+    one = 3 * model.hidden_size * model.moe_intermediate_size * model.n_routed_experts
+    precision = config.train.precision
+    bf16 = precision == "bf16" or (precision == "auto" and config.device != "cpu")
+    return (1 if again else moe) * one * (2 if bf16 else 4)
 
 
 def _check_begun(config: SftConfig, run: Path, begun: bool) -> None:
@@ -278,7 +319,8 @@ class Measure:
         """Of what it has made."""
         if self.data is not None:
             sparse = self.config.train.sparse
-            self._keep("after", measured(trainer, self.data, self.config.held_out_rows, sparse=sparse))
+            ready = partial(quantised, self.config)
+            self._keep("after", measured(trainer, self.data, self.config.held_out_rows, sparse=sparse, ready=ready))
 
     def _keep(self, name: str, found: HeldOut) -> None:
         self.loss[name] = found.loss

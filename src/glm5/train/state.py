@@ -8,7 +8,7 @@ Source: report sections 2.1 to 2.3. Read next: `checkpoint`, `sharded`, `random_
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -32,7 +32,11 @@ class TrainState:
         model: on its device, placed on the ranks. pipeline: of which it is a stage, where there are several.
         optimizer: of the model's parameters.
         resting: fp32 weights behind those of a bf16 model that do not train, by name; see `whole_model`.
+
+    `as_run` names weights of which `whole_model` has what ran, without the digits behind.
     """
+
+    as_run: Collection[str] = ()
 
     def __init__(
         self,
@@ -110,6 +114,8 @@ class TrainState:
         if self._ranks.alone and self._model.dtype == torch.float32:
             return self._model
         masters = self._optimizer.named_state() | {f"{name}.master": t for name, t in self._resting.items()}
+        for name in self.as_run:
+            masters.pop(f"{name}.master", None)
         exact = {name: masters.get(f"{name}.master", t).detach() for name, t in self.weights().items()}
         main = self._ranks.main
         device = self._model.device if self._ranks.alone else torch.device("cpu" if main else "meta")

@@ -6,7 +6,7 @@ Read next: `pretrain`, `midtrain` and `sparsify`, which are built of it; `glm5.p
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -225,12 +225,24 @@ def keep_weights(checkpoint: str, path: Path, *, begun: bool) -> None:
     write_json(path, sums)
 
 
-def measured(trainer: Trainer, data: TokenDataset, rows: int | None, *, sparse: bool) -> HeldOut:
-    """Loss over the first so many held-out rows (None: all), of the model as it is now; all ranks call it."""
+def measured(
+    trainer: Trainer,
+    data: TokenDataset,
+    rows: int | None,
+    *,
+    sparse: bool,
+    ready: Callable[[GLM5], object] = lambda model: None,
+) -> HeldOut:
+    """Loss over the first so many held-out rows (None: all), of the model as it is now; all ranks call it.
+
+    Args:
+        ready: makes a whole copy read its weights as the trained one does, where there is one.
+    """
     if trainer.pipeline is None:
         return held_out(trainer.model, data, sparse=sparse, max_rows=rows, ranks=trainer.ranks)
     # A pipeline's stages have no forward pass of their own: the main rank measures the whole model.
     model, world = trainer.fp32_model(), trainer.ranks.world
     assert world is not None
+    ready(model)
     device = world.device
     return trainer.ranks.from_main(lambda: held_out(model.to(device), data, sparse=sparse, max_rows=rows))

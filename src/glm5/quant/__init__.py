@@ -1,0 +1,1 @@
+"""Weights in few bits. Read next: `int4`."""
