@@ -25,6 +25,7 @@ from glm5.train import loop
 from glm5.train.checkpoint import CheckpointStore
 from glm5.train.loop import Trainer
 from glm5.train.losses import router_bias_update as update
+from glm5.train.objective import Objective
 from glm5.train.rows import Rows
 from glm5.train.schedule import BatchWarmup
 from glm5.train.totals import Counts, Totals
@@ -114,7 +115,7 @@ def test_the_loss_is_its_formula(tmp_path: Path) -> None:
     rows = Rows.of(batch, torch.device("cpu"))
     counts = Counts(rows=1, mtp_rows=1, tokens=1, queries=1)
     totals = Totals(len(of.routers), 2)
-    loss = of._losses(rows, 0, counts, totals)
+    loss = Objective(of.config, of.ranks, of.tokens, counts, totals).of(of.model, rows, 0)
 
     aux = Aux(indexer=True, balance=True, valid=torch.from_numpy(inside(batch, 0)))
     trunk = of.model.hidden(rows.input_BT, documents=rows.documents_BT, sparse=True, aux=aux)

@@ -164,6 +164,7 @@ class GLM5(nn.Module):
         trace: Trace | None = None,
         aux: Aux | None = None,
         embedded: Tensor | None = None,
+        checked: bool = False,
     ) -> Tensor:
         """The trunk's hidden states after the final norm, [B, T, D]: what the head and MTP read.
 
@@ -171,9 +172,12 @@ class GLM5(nn.Module):
         for the device. Whoever changes weights then calls `forget_joined`.
         With `SharedRows` they are the positions held here.
         `embedded` [B, T, D] enters the first block in place of the ids' embeddings: a pipeline stage's input.
+        `checked`: int64 ids and documents are known to be right, as a loader's are; a look would wait for the device.
         """
-        if not isinstance(cache, PagedBatch):
+        if not (checked or isinstance(cache, PagedBatch)):
             input_ids = self._checked_ids(input_ids)
+            if documents is not None:
+                _check_documents(documents, input_ids)
         sparse = self.config.sparse if sparse is None else sparse
         if isinstance(cache, PagedBatch):
             place = Placement(cache.visible, cache.position_1N, None, None, None)
@@ -212,6 +216,7 @@ class GLM5(nn.Module):
         sparse: bool | None = None,
         trace: Trace | None = None,
         aux: Aux | None = None,
+        checked: bool = False,
     ) -> Iterator[Tensor]:
         """MTP in its training form: for d = 1 … depths, hidden states that predict token i + d + 1.
 
@@ -224,9 +229,10 @@ class GLM5(nn.Module):
                 the indexer's loss does not count them.
             cache: hidden_BTD are the positions of the rows that are held here, while ids_BS are the whole rows, with
                 `depths` tokens after them.
+            checked: see `hidden`.
         """
         batch, tokens = hidden_BTD.shape[:2]
-        ids_BS = self._checked_ids(ids_BS)
+        ids_BS = ids_BS if checked else self._checked_ids(ids_BS)
         sparse = self.config.sparse if sparse is None else sparse
         if cache is not None:
             for depth in range(1, depths + 1):
@@ -359,7 +365,6 @@ class GLM5(nn.Module):
         if documents is not None:
             if cache is not None or attention_mask is not None:
                 raise UserError("documents: cannot be combined with a cache or an attention_mask", "pass one of them")
-            _check_documents(documents, ids)
             visible = Visibility.documents(documents)
             position_BT = (visible.last_BT - visible.first_BT).clamp(min=0)
             return Placement(visible, position_BT, None, None, None)

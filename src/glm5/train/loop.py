@@ -36,6 +36,7 @@ from glm5.train.optim import MuonSplit, clip_grad_norm, first_nonfinite, paramet
 from glm5.train.profiles import Profiles
 from glm5.train.random_state import seed_random_state
 from glm5.train.ranks import PipelineOptions, Ranks, check_batch
+from glm5.train.recorded import CudaRecorder, MicroBatches, records
 from glm5.train.rows import Rows, check_stage
 from glm5.train.state import TrainState
 from glm5.train.totals import Counts, IndexerFigures, Totals
@@ -45,7 +46,7 @@ if TYPE_CHECKING:
     from glm5.parallel.pipeline.engine import Pipeline
 
 # Fields that a resumed run may change: they decide how chatty and how safe it is, not what is computed.
-MAY_DIFFER = {"log_every", "save_every", "keep", "profile"}
+MAY_DIFFER = {"log_every", "save_every", "keep", "profile", "cuda_graphs"}
 
 
 class Trainer:
@@ -133,6 +134,8 @@ class Trainer:
         """What belongs to a stage and its directory."""
         self.meter = Meter(self.config, self.model.config, self.ranks, self.model.device, self._dtype())
         self.profiles = Profiles(self.directory, self.ranks, self.config.profile)
+        recorded = records(self.config, self.ranks, self.model.device)
+        self.recorded = MicroBatches(self.model, CudaRecorder()) if recorded else None
         self.store = self.ranks.store(self.directory / "checkpoints", self.config.keep, self.state.places)
         self.finished_steps = 0
         self.samples = 0
@@ -202,7 +205,10 @@ class Trainer:
         tokens, queries, pairs, selected = self.ranks.sum(held).tolist()
         mtp_rows = max(1, round(config.mtp_share * count)) if config.mtp_depths else 0
         counts = Counts(count, mtp_rows, max(1, tokens), queries, pairs, selected)
-        self.optimizer.zero_grad(set_to_none=True)
+        if self.recorded is None:
+            self.optimizer.zero_grad(set_to_none=True)
+        else:
+            self.recorded.zero_grad(p for _, p in self._trainable())
         if self.pipeline is None:
             totals, bad = self._in_turn(rows, counts)
         else:
@@ -225,10 +231,15 @@ class Trainer:
     def _in_turn(self, rows: list[Rows], counts: Counts) -> tuple[Totals, tuple[float, Rows] | None]:
         """Every micro-batch forward and backward; the sums, and the loss that was not finite with its rows."""
         totals = Totals(len(self.routers), self.model.config.num_hidden_layers)
+        objective = Objective(self.config, self.ranks, self.tokens, counts, totals)
         losses = []
         for i, micro in enumerate(rows):
             self.ranks.before(i, len(rows), self.model)
-            loss = self._losses(micro, i * self.config.micro_batch, counts, totals)
+            first = i * self.config.micro_batch  # of this rank's rows of the step
+            if self.recorded is not None:
+                losses.append(self.recorded.run(objective, micro, first))
+                continue
+            loss = objective.of(self.model, micro, first)
             loss.backward()
             losses.append(loss.detach())
         # Looked at once all is under way: a look waits for the device, which then waits for the host.
@@ -244,10 +255,6 @@ class Trainer:
         totals = StageTotals(pipeline, self.model.config)
         loss = run_stages(pipeline, Objective(self.config, self.ranks, self.tokens, counts, totals), rows, totals)
         return totals, None if math.isfinite(loss) else (loss, rows[0])
-
-    def _losses(self, rows: Rows, first: int, counts: Counts, totals: Totals) -> Tensor:
-        """The step's loss from one micro-batch, whose rows begin with the step's row `first`."""
-        return Objective(self.config, self.ranks, self.tokens, counts, totals).of(self.model, rows, first)
 
     def _rows(self, first: int, count: int) -> list[Rows]:
         """This rank's micro-batches of a step of so many rows, from this sample on."""

@@ -29,6 +29,7 @@ class Objective:
     Args:
         config: its stage. tokens: seen before it. counts: of the whole step, over all ranks.
         totals: what its micro-batches add up on the way.
+        denominator: `counts.tokens` where it must be read from the device.
     """
 
     config: TrainConfig
@@ -36,6 +37,7 @@ class Objective:
     tokens: int
     counts: Counts
     totals: Totals
+    denominator: Tensor | None = None
 
     def of(self, model: GLM5, rows: Rows, first: int) -> Tensor:
         """One micro-batch's part, whose rows begin with this rank's row `first` of the step.
@@ -46,7 +48,14 @@ class Objective:
         wanted: dict[str, Any] = dict(indexer=config.trains_indexer, balance=config.trains_model, total=rows.total)
         trunk, mtp = Aux(**wanted, valid=rows.valid_BT()), Aux(**wanted)
         hidden = [
-            model.hidden(rows.input_BT, documents=rows.documents_BT, cache=rows.held, sparse=config.sparse, aux=trunk)
+            model.hidden(
+                rows.input_BT,
+                documents=rows.documents_BT,
+                cache=rows.held,
+                sparse=config.sparse,
+                aux=trunk,
+                checked=True,
+            )
         ]
         targets = [rows.targets[0]]
         kept, counted = self.ranks.mtp_rows(self.counts.mtp_rows, first, len(rows.ids_BS))
@@ -60,6 +69,7 @@ class Objective:
                 cache=share.held,
                 sparse=config.sparse,
                 aux=mtp,
+                checked=True,
             )
             for depth in range(1, config.mtp_depths + 1):
                 mtp.valid = share.valid_BT(depth)  # read when the depth is asked for
@@ -94,7 +104,7 @@ class Objective:
             weight, head = self.ranks.head(model)
             mtp_weight = config.mtp_weight_at(self.tokens) * scale if len(hidden) > 1 else 0.0
             lm = language_model_loss(hidden, weight, targets, mtp_weight=mtp_weight, cross_entropy=head.cross_entropy)
-            terms.append(lm.loss_sum / counts.tokens)
+            terms.append(lm.loss_sum / (counts.tokens if self.denominator is None else self.denominator))
             self.totals.add_lm(lm.ce_sums, lm.tokens)
         if balances := [*trunk.balance_losses, *mtp.balance_losses]:
             balance = weighted(balances, len(trunk.balance_losses), per_depth)

@@ -71,6 +71,11 @@ class Rows:
         """Sums counts of sequences over the processes that share them; None where each is one process's."""
         return None if self.held is None else self.held.total
 
+    @property
+    def tensors(self) -> list[Tensor]:
+        """All that lies on the device."""
+        return [self.ids_BS, self.document_BS, self.first_BS, *(t for pair in self.targets for t in pair)]
+
     def _own(self, x_BT: Tensor) -> Tensor:
         return x_BT if self.held is None else self.held.own(x_BT)
 

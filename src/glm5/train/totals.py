@@ -70,6 +70,17 @@ class Totals:
             own += [torch.zeros_like(own[0])] * (self.routers - len(own))
         self.loads = own if not self.loads else [a + b for a, b in zip(self.loads, own, strict=True)]
 
+    def empty(self) -> Totals:
+        """Sums of the same kinds, of nothing yet."""
+        return Totals(self.routers, self.indexers.layers)
+
+    def add(self, other: Totals) -> None:
+        """Add what others have added up, and copy it: they may go on."""
+        if other.ce is not None and other.ce_tokens is not None:
+            self.add_lm(other.ce.clone(), other.ce_tokens.clone())
+        if other.loads:
+            self.add_loads(list(torch.stack(other.loads)))
+
     @property
     def own_loads(self) -> list[Tensor]:
         """Loads of the routers that are here."""

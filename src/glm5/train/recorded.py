@@ -1,0 +1,141 @@
+"""Micro-batches as CUDA graphs: forward and backward passes of rows that are alike, recorded once and replayed.
+
+A pass is some hundred launches a layer, and a host that makes them slower than the device runs them is what a step
+waits for. Replayed it is one launch. What is recorded reads its rows, and the count that its loss is divided by, from
+buffers; its gradients are added to those that the parameters have, which therefore stay where they are from step to
+step. The first micro-batch of each kind runs as it is: it compiles and allocates what must not happen in a recording.
+
+Rows of one document each are recorded, in pre-training on one device. Others wait for the device to learn where their
+documents begin, and processes exchange parameters between layers. Read next: `loop`, `objective`.
+"""
+
+from __future__ import annotations
+
+import logging
+import warnings
+from collections.abc import Callable, Iterable
+from dataclasses import replace
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from glm5.model.glm5 import GLM5
+from glm5.train.config import TrainConfig
+from glm5.train.objective import Objective
+from glm5.train.ranks import Ranks
+from glm5.train.rows import Rows
+
+log = logging.getLogger(__name__)
+
+
+def records(config: TrainConfig, ranks: Ranks, device: torch.device) -> bool:
+    """Whether a stage's micro-batches are to be recorded here."""
+    return config.cuda_graphs and device.type == "cuda" and ranks.alone and config.stage == "pretrain"
+
+
+class Recorder(Protocol):
+    """How calls are recorded."""
+
+    def waits(self, run: Callable[[], None]) -> bool:
+        """Run it once, and say whether it waits for the device, which a recording cannot."""
+        ...
+
+    def record(self, run: Callable[[], None]) -> Callable[[], None]:
+        """Run it once more, and return what runs it again."""
+        ...
+
+
+class CudaRecorder:
+    """Recording into CUDA graphs. They share their memory, since they run one after another."""
+
+    def __init__(self) -> None:
+        self._pool = torch.cuda.graph_pool_handle()
+
+    def waits(self, run: Callable[[], None]) -> bool:
+        before = torch.cuda.get_sync_debug_mode()
+        torch.cuda.set_sync_debug_mode("warn")
+        try:
+            with warnings.catch_warnings(record=True) as told:
+                warnings.simplefilter("always")
+                run()
+        finally:
+            torch.cuda.set_sync_debug_mode(before)
+        return any("called a synchronizing" in str(w.message) for w in told)
+
+    def record(self, run: Callable[[], None]) -> Callable[[], None]:
+        graph = torch.cuda.CUDAGraph()
+        # Other threads may use the device meanwhile: checkpoints are written by one.
+        with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
+            run()
+        graph.replay()
+        return graph.replay
+
+
+class _Recording:
+    """One micro-batch's passes: what they read, and what they made of it when they last ran."""
+
+    def __init__(self, model: GLM5, objective: Objective, rows: Rows, first: int) -> None:
+        assert objective.denominator is not None
+        self._model, self._objective, self._rows, self._first = model, objective, rows, first
+        self._tokens = objective.denominator
+        self.loss, self.totals = self._tokens, objective.totals
+        self.again: Callable[[], None] = self.run
+
+    def run(self) -> None:
+        self.totals = self._objective.totals.empty()
+        loss = replace(self._objective, totals=self.totals).of(self._model, self._rows, self._first)
+        loss.backward()
+        self.loss = loss.detach()
+
+    def load(self, rows: Rows, tokens: Tensor) -> None:
+        """Copy other rows into what is read."""
+        for into, t in zip(self._rows.tensors, rows.tensors, strict=True):
+            into.copy_(t)
+        self._tokens.copy_(tokens)
+
+
+class MicroBatches:
+    """Runs the micro-batches of one stage of one model, recorded where they can be."""
+
+    def __init__(self, model: GLM5, recorder: Recorder) -> None:
+        self.model, self.recorder = model, recorder
+        self._kinds: dict[Any, _Recording | None] = {}
+        self._waiting: set[Any] = set()  # kinds that cannot be recorded
+
+    def zero_grad(self, parameters: Iterable[nn.Parameter]) -> None:
+        """Gradients of zero for the parameters that have had any, where they lie."""
+        grads = [p.grad for p in parameters if p.grad is not None]
+        if grads:
+            torch._foreach_zero_(grads)
+
+    def run(self, objective: Objective, rows: Rows, first: int) -> Tensor:
+        """The loss of one micro-batch; its gradients and sums are added. Arguments as `Objective.of`."""
+        tokens = torch.full((), objective.counts.tokens, dtype=torch.float32, device=self.model.device)
+        kind = self._kind(objective, rows, first)
+        known = self._kinds.get(kind)
+        if known is not None:
+            known.load(rows, tokens)
+            known.again()
+        else:
+            known = _Recording(self.model, replace(objective, denominator=tokens), rows, first)
+            if kind is None or kind in self._waiting:
+                known.run()
+            elif kind not in self._kinds:
+                self._kinds[kind] = None
+                if self.recorder.waits(known.run):
+                    self._waiting.add(kind)
+                    log.warning("micro-batches are not recorded: a part of them waits for the device (`glm5 doctor`)")
+            else:
+                self._kinds[kind] = known
+                known.again = self.recorder.record(known.run)
+        objective.totals.add(known.totals)
+        return known.loss.clone()
+
+    def _kind(self, objective: Objective, rows: Rows, first: int) -> Any:
+        """All that a recording fixes; None where there can be none."""
+        if not rows.plain or rows.held is not None:
+            return None
+        config, counts = objective.config, objective.counts
+        kept = objective.ranks.mtp_rows(counts.mtp_rows, first, len(rows.ids_BS))
+        return rows.ids_BS.shape, kept, counts.rows, counts.mtp_rows, config.mtp_weight_at(objective.tokens)
