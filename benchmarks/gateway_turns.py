@@ -21,6 +21,7 @@ import resource
 import socket
 import sys
 import time
+from dataclasses import replace
 from multiprocessing.queues import Queue
 from pathlib import Path
 from typing import Any
@@ -32,23 +33,46 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests"))
 from glm5.serve.gateway.app import GatewayOptions, create_gateway
 from glm5.serve.gateway.pool import EnginePool
 from glm5.serve.gateway.router import Router
-from support.scripted import Scripted
+from glm5.serve.request import Delta, Finish, TokenInfo
+from glm5.utils.listening import listen
+from support.scripted import Scripted, chat_tokenizer
 
 TURNS = 10  # of a session
 ENGINES = 4
-ANSWER = "hm</think>" + "the answer is " * 10 + "<|user|>"  # in one step
+ANSWER = chat_tokenizer().encode("hm</think>" + "the answer is " * 10 + "<|user|>", allow_special=True)
+DELTA = Delta(
+    "", 0, tuple(ANSWER), tuple(TokenInfo(-id / 1000) for id in ANSWER), finish=Finish("stop", ANSWER[-1]), version="1"
+)
 
 
 class Engine(Scripted):
+    """Costs next to nothing: what it answers is made once."""
+
     async def generate(self, request: Any) -> Any:
-        self.seen.clear()  # the stand-in's own record
-        return await super().generate(request)
+        self.alive.add(request.rid)
+        return Answering(self, request)
+
+
+class Answering:
+    """The stream of one request: all ids in one delta."""
+
+    def __init__(self, engine: Engine, request: Any) -> None:
+        self._engine, self._rid, self._told = engine, request.rid, False
+
+    async def __anext__(self) -> Delta:
+        await asyncio.sleep(self._engine.delay_s)
+        assert not self._told, "its end was told"
+        self._told = True
+        return replace(DELTA, rid=self._rid)
+
+    async def aclose(self) -> None:
+        self._engine.alive.discard(self._rid)
 
 
 def gateway(listening: socket.socket, answer_s: float, agents: int) -> None:
     engines = {}
     for n in range(ENGINES):
-        engines[f"engine{n}"] = Engine(script=lambda request, index: ANSWER, sizes=(1000,), delay_s=answer_s)
+        engines[f"engine{n}"] = Engine(delay_s=answer_s)
         engines[f"engine{n}"].context = 100_000
     pool = EnginePool(engines, Router("1"))
     app = create_gateway(pool, GatewayOptions(max_requests=10 * agents), start=pool.start, stop=pool.stop)
@@ -145,7 +169,7 @@ if __name__ == "__main__":
     if given.cores is not None:
         os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[: given.cores])
     context = multiprocessing.get_context("spawn")
-    listening = socket.create_server(("127.0.0.1", 0), backlog=4096)
+    listening = listen("127.0.0.1", 0)
     server = context.Process(target=gateway, args=(listening, given.answer_s, given.agents), daemon=True)
     server.start()
     assert server.pid is not None

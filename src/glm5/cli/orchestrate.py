@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import asyncio
 import os
-import socket
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
@@ -18,6 +17,7 @@ import tyro
 
 from glm5.utils.config_io import parse
 from glm5.utils.errors import UserError
+from glm5.utils.listening import listen
 
 
 def main(argv: Sequence[str]) -> int:
@@ -60,11 +60,7 @@ def main(argv: Sequence[str]) -> int:
     if not 0 < options.temperature < float("inf"):
         raise UserError(f"--temperature {options.temperature}", "must be above 0")
     made = RolloutOptions(**{field.name: getattr(options, field.name) for field in fields(RolloutOptions)})
-    try:
-        family = socket.AF_INET6 if ":" in options.host else socket.AF_INET
-        listening = socket.create_server((options.host, options.port), family=family, backlog=2048)
-    except (OSError, OverflowError) as error:
-        raise UserError(f"cannot listen on {options.host}:{options.port}: {error}", "Choose another port") from None
+    listening = listen(options.host, options.port)
 
     def ready() -> None:
         host, port = listening.getsockname()[:2]

@@ -16,7 +16,6 @@ import asyncio
 import copy
 import logging
 import shutil
-import socket
 import threading
 import time
 from collections.abc import Coroutine, Mapping, Sequence
@@ -42,6 +41,7 @@ from glm5.serve.gateway.router import Router
 from glm5.serve.runner import Runner
 from glm5.text.tokenizer import Tokenizer
 from glm5.utils.errors import UserError
+from glm5.utils.listening import listen
 
 log = logging.getLogger(__name__)
 
@@ -171,11 +171,7 @@ class Engines:
         Raises:
             UserError: the address cannot be listened on.
         """
-        try:
-            listening = socket.create_server((host, port), backlog=2048)
-        except OSError as error:
-            what = f"cannot listen on {host}:{port}: {error.strerror or error}"
-            raise UserError(what, "Choose another port (0 takes a free one)") from None
+        listening = listen(host, port)
         server = uvicorn.Server(uvicorn.Config(app, log_level="warning", ws="none", timeout_graceful_shutdown=5))
         serving = asyncio.ensure_future(server.serve([listening]))
         while not server.started:

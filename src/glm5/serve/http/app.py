@@ -10,7 +10,6 @@ from __future__ import annotations
 import asyncio
 import logging
 import signal
-import socket
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from importlib.resources import files
@@ -28,7 +27,7 @@ from glm5.serve.http import anthropic, chat, completions, control, errors, nativ
 from glm5.serve.http.connection import connection_class
 from glm5.serve.http.guard import Guard
 from glm5.serve.http.server import HttpOptions, Server
-from glm5.utils.errors import UserError
+from glm5.utils.listening import listen
 
 log = logging.getLogger(__name__)
 
@@ -177,11 +176,7 @@ def serve(app: FastAPI, ready: Callable[[str, int], None] | None = None, log_lev
     )
     server = _Uvicorn(config, state)
 
-    try:
-        listening = socket.create_server((options.host, options.port), family=_family(options.host), backlog=2048)
-    except OSError as error:
-        what = f"cannot listen on {options.host}:{options.port}: {error.strerror or error}"
-        raise UserError(what, "Choose another port (0 takes a free one) or address") from None
+    listening = listen(options.host, options.port)
 
     async def main() -> None:
         task = asyncio.ensure_future(server.serve([listening]))
@@ -193,7 +188,3 @@ def serve(app: FastAPI, ready: Callable[[str, int], None] | None = None, log_lev
         await task
 
     asyncio.run(main())
-
-
-def _family(host: str) -> socket.AddressFamily:
-    return socket.AF_INET6 if ":" in host else socket.AF_INET
