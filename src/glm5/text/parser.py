@@ -128,11 +128,12 @@ class Parser:
             DataError: an id has no token.
         """
         run: list[int] = []
+        marks = self._marks[self._state]
         for id in ids:
             if self.done:
                 break
             self.taken += 1
-            if id not in self._ends and id not in self._marks[self._state]:
+            if id not in self._ends and id not in marks:
                 run.append(id)
                 continue
             self._text(run, last=True)
@@ -141,6 +142,7 @@ class Parser:
                 self._end_turn()
             else:
                 self._marks[self._state][id]()
+            marks = self._marks[self._state]
         if not self.done:
             self._text(run)
         return self._taken()
