@@ -30,7 +30,7 @@ def test_what_a_server_writes_is_sent_at_once() -> None:
 
 
 def test_what_cannot_be_listened_on() -> None:
-    with listen("127.0.0.1", 0) as taken, pytest.raises(UserError, match="cannot listen on 127.0.0.1:"):
+    with listen("127.0.0.1", 0) as taken, pytest.raises(UserError, match=r"cannot listen on 127\.0\.0\.1:"):
         listen(*taken.getsockname())
-    with pytest.raises(UserError, match="cannot listen on 127.0.0.1:70000: "):
+    with pytest.raises(UserError, match=r"cannot listen on 127\.0\.0\.1:70000: "):
         listen("127.0.0.1", 70000)
