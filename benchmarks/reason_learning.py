@@ -51,6 +51,10 @@ CARELESS: dict[str, Callable[[Mapping[str, Any]], str]] = {
     "leg_counting": lambda metadata: str(sum(metadata["animals"].values())),
     "word_sequence_reversal": lambda metadata: ", ".join(metadata["words"]),
     "chain_sum": lambda metadata: metadata["expression"].split()[0],
+    "letter_counting": lambda metadata: str(metadata["span"][0].lower().count(metadata["target_letter"])),
+    "gcd": lambda metadata: str(min(metadata["numbers"])),
+    "lcm": lambda metadata: str(max(metadata["numbers"])),
+    "letter_jumble": lambda metadata: " ".join(metadata["scrambled_words"]),
 }
 STAGES = ("sft", "first", "second", "distill")
 CURVES = (

@@ -4,9 +4,9 @@
                                       [--json FILE]
 
 A model of `nano`'s parts (--hidden and so on set its size) that reads 6 positions by one index head, so that half of
-index scores are ReLU's zeros and tie, is fine-tuned on "big 4 1 7" (the largest of three digits) until it knows the
-form, and then learns from verified answers by the function behind `glm5 rl reason`. Arms begin with the same weights
-and draw from the same seed:
+index scores are ReLU's zeros and tie, is fine-tuned on "big 4 1 7" (the largest of three digits; --careless of the
+answers say the first digit) until it knows the form, and then learns from verified answers by the function behind
+`glm5 rl reason`. Arms begin with the same weights and draw from the same seed:
 
     base         the engine runs the trainer's weights; IcePop; stable top-k; frozen indexers
     base-off     the same without IcePop
@@ -77,8 +77,9 @@ PAIRS = (
 SHOWN = ("train_rollout_logprob_abs_diff", "is_masked_low", "is_masked_high", "mismatch_k3", "entropy", "indexer_kl")
 
 
-def write_tasks(directory: Path, seed: int) -> None:
-    """Prompts to learn from and to measure, and conversations for fine-tuning."""
+def write_tasks(directory: Path, seed: int, careless: float) -> None:
+    """Prompts to learn from and to measure, and conversations for fine-tuning, of which so many are careless: they say
+    the first digit."""
     rng = random.Random(seed)  # noqa: S311
     drawn = rng.sample(list(itertools.product("0123456789", repeat=DIGITS)), HELD_OUT + TASKS)
     rows = [
@@ -86,10 +87,10 @@ def write_tasks(directory: Path, seed: int) -> None:
     ]
     for part, some in (("held", rows[:HELD_OUT]), ("train", rows[HELD_OUT:])):
         (directory / f"{part}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in some))
-    talk = [
-        {"messages": [{"role": "user", "content": r["prompt"]}, {"role": "assistant", "content": r["answer"]}]}
-        for r in rows[HELD_OUT:]
-    ]
+    talk = []
+    for triple, row in zip(drawn[HELD_OUT:], rows[HELD_OUT:], strict=True):
+        said = triple[0] if rng.random() < careless else row["answer"]
+        talk.append({"messages": [{"role": "user", "content": row["prompt"]}, {"role": "assistant", "content": said}]})
     (directory / "talk.jsonl").write_text("".join(json.dumps(row) + "\n" for row in talk))
 
 
@@ -101,7 +102,7 @@ def tuned(directory: Path, seed: int, args: argparse.Namespace) -> Path:
     """A model that knows the form: made once a seed."""
     if (directory / "sft" / "result.json").exists():
         return directory / "sft" / "model"
-    write_tasks(directory, seed)
+    write_tasks(directory, seed, args.careless)
     talk = directory / "talk.jsonl"
     tokenizer = Tokenizer.train([talk.read_text()], 300)
     if not (directory / "start" / "config.json").exists():
@@ -272,6 +273,7 @@ def main() -> None:
     parser.add_argument("--sft-steps", type=int, default=40)
     parser.add_argument("--sft-lr", type=float, default=3e-3)
     parser.add_argument("--lr", type=float, default=5e-4)
+    parser.add_argument("--careless", type=float, default=0.0, help="share of answers to fine-tune on")
     parser.add_argument("--noise", type=float, default=0.3)
     parser.add_argument("--hidden", type=int, default=128)
     parser.add_argument("--layers", type=int, default=2)
