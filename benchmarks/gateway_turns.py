@@ -6,7 +6,8 @@
 One process is the gateway (router and pool included) before four scripted engines in it, which answer after
 `--answer-s` seconds; the agents are `--clients` other processes. The overhead of a turn is the time that its client
 waits beyond what the engine takes, both ends of the connection included. Prints it (p50, p99), turns a second, the
-gateway's processor time a turn, and its memory after every tenth of the turns. `--cores 2`: all of it on two cores.
+gateway's processor time a turn, its memory after every tenth of the turns, and what a request costs that asks for
+nothing. `--cores 2`: all of it on two cores.
 """
 
 from __future__ import annotations
@@ -75,11 +76,14 @@ def gateway(listening: socket.socket, answer_s: float, agents: int) -> None:
         engines[f"engine{n}"] = Engine(delay_s=answer_s)
         engines[f"engine{n}"].context = 100_000
     pool = EnginePool(engines, Router("1"))
-    app = create_gateway(pool, GatewayOptions(max_requests=10 * agents), start=pool.start, stop=pool.stop)
+    options = GatewayOptions(max_requests=10 * agents)
+    app = create_gateway(pool, options, start=pool.start, stop=pool.stop, forget=pool.router.forget)
     uvicorn.Server(uvicorn.Config(app, log_level="warning", ws="none")).run([listening])
 
 
-async def post(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, method: str, path: str, body: Any) -> Any:
+async def post(
+    reader: asyncio.StreamReader, writer: asyncio.StreamWriter, method: str, path: str, body: Any = None
+) -> Any:
     """As little of a client as there can be: it shares the cores."""
     data = json.dumps(body).encode()
     head = f"{method} {path} HTTP/1.1\r\nHost: gateway\r\nContent-Type: application/json\r\n"
@@ -106,7 +110,7 @@ def client(address: tuple[str, int], first: int, agents: int, sessions: int, ans
                 answer = await post(reader, writer, "POST", path, {"messages": history})
                 spent.append(time.perf_counter() - begun - answer_s)
                 history.append(answer["choices"][0]["message"])
-            made = await post(reader, writer, "DELETE", f"/sessions/{name}", None)
+            made = await post(reader, writer, "DELETE", f"/sessions/{name}")
             assert len(made["trajectories"]) == 1, "every turn went on from the one before"
             out.put(spent)
         writer.close()
@@ -115,6 +119,25 @@ def client(address: tuple[str, int], first: int, agents: int, sessions: int, ans
         await asyncio.gather(*(agent() for _ in range(agents)))
 
     asyncio.run(main())
+
+
+def floor(address: tuple[str, int], pid: int) -> None:
+    """What a request costs that asks for nothing: HTTP and the framework alone."""
+
+    async def ask(count: int) -> list[float]:
+        reader, writer = await asyncio.open_connection(*address)
+        spent = []
+        for _ in range(count):
+            begun = time.perf_counter()
+            await post(reader, writer, "GET", "/sessions")
+            spent.append(time.perf_counter() - begun)
+        writer.close()
+        return sorted(spent)
+
+    asyncio.run(ask(50))
+    used, spent = processor_s(pid), asyncio.run(ask(500))
+    used = processor_s(pid) - used
+    print(f"a request for nothing: {1e3 * spent[250]:.1f} ms (p50), {1e3 * used / 500:.2f} ms of processor", flush=True)
 
 
 def memory_mib(pid: int) -> float:
@@ -174,6 +197,7 @@ if __name__ == "__main__":
     server.start()
     assert server.pid is not None
     try:
+        floor(listening.getsockname(), server.pid)
         if not given.answer_s:
             measure(context, listening, server.pid, 1, 200, given)
         measure(context, listening, server.pid, given.agents, given.turns, given)

@@ -33,12 +33,16 @@ def asked(pool: EnginePool) -> dict[str, int]:
 
 def test_sessions_through_the_gateway_stay_at_an_engine() -> None:
     pool = pool_of(3)
-    with TestClient(create_gateway(pool, GatewayOptions(), start=pool.start, stop=pool.stop)) as client:
+    app = create_gateway(pool, GatewayOptions(), start=pool.start, stop=pool.stop, forget=pool.router.forget)
+    with TestClient(app) as client:
         for turn in range(4):
             for session in "abcdef":
                 history = [*HI, *[{"role": "user", "content": str(n)} for n in range(turn)]]
                 answer = client.post(f"/sessions/{session}/v1/chat/completions", json={"messages": history})
                 assert answer.status_code == 200, answer.text
+        assert len(pool.router._homes) == 6
+        assert all(client.delete(f"/sessions/{session}").status_code == 200 for session in "abcdef")
+        assert not pool.router._homes, "nothing is kept of sessions that have ended"
     routes = [{r.route for r in engine.seen} for engine in pool.engines.values()]  # type: ignore[attr-defined]
     assert sum(map(len, routes)) == 6, "each session met one engine only"
     assert sum(asked(pool).values()) == 24

@@ -80,5 +80,6 @@ def main(argv: Sequence[str]) -> int:
         print(f"{there} of {len(engines)} engines answer with weights {options.version}", file=sys.stderr)
         print(f"agents attach at http://{host}:{port}/sessions/NAME/v1", file=sys.stderr, flush=True)
 
-    serve(create_gateway(pool, made, start=pool.start, stop=stop), ready, options.log_level)
+    app = create_gateway(pool, made, start=pool.start, stop=stop, forget=router.forget)
+    serve(app, ready, options.log_level)
     return 0

@@ -161,7 +161,8 @@ class Engines:
         # The first push gives them their version; until then all may be asked.
         self.pool.router.set_version(next(iter(self._engines.values())).weight_version)
         options = GatewayOptions(api_key=self.key)
-        app = create_gateway(self.pool, options, start=self.pool.start, stop=self.pool.stop)
+        of = self.pool
+        app = create_gateway(of, options, start=of.start, stop=of.stop, forget=of.router.forget)
         self.url = await self.serve(app, self._host)
         self._watching = [asyncio.ensure_future(self._look()), asyncio.ensure_future(self._mend())]
 

@@ -21,7 +21,7 @@ import hashlib
 import re
 import uuid
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -63,8 +63,9 @@ class GatewayOptions(HttpOptions):
 class Gateway(Server):
     """The state behind the application. `sessions` by name."""
 
-    def __init__(self, backend: Backend, options: GatewayOptions) -> None:
+    def __init__(self, backend: Backend, options: GatewayOptions, forget: Callable[[str], None]) -> None:
         super().__init__(backend, options)
+        self._forget = forget
         self.gateway_options = options
         self.sessions: dict[str, Session] = {}
         self._ended: OrderedDict[str, None] = OrderedDict()  # the last ones, so that a straggler begins nothing
@@ -109,6 +110,7 @@ class Gateway(Server):
         while len(self._ended) > self.gateway_options.max_sessions:
             self._ended.popitem(last=False)
         found.cancel()
+        self._forget(name)
         return found
 
 
@@ -210,14 +212,16 @@ def create_gateway(
     *,
     start: Lifespan | None = None,
     stop: Lifespan | None = None,
+    forget: Callable[[str], None] = lambda _: None,
 ) -> FastAPI:
     """The application, to be served by `glm5.serve.http.app.serve`.
 
     Args:
         start, stop: awaited when the event loop begins and ends.
+        forget: told the name of each session that has ended, which was its requests' `route`.
     """
     options = options or GatewayOptions()
-    gateway = Gateway(backend, options)
+    gateway = Gateway(backend, options, forget)
 
     async def end_all() -> None:
         for session in gateway.sessions.values():
