@@ -3,6 +3,7 @@ reads other ids or changes its weights stops the run and no more."""
 
 from __future__ import annotations
 
+import hashlib
 import json
 import threading
 from collections.abc import Iterator
@@ -117,7 +118,8 @@ def test_the_divergence_from_served_teachers_falls(tmp_path: Path, divergence: A
     assert page.count("reward none</h2>") == 4
     assert "ratio 1.0000" in page
     kept = read_json(found.run / "teachers.json")
-    assert kept["b"] == {"version": "0"}
+    assert kept["b"].pop("weights")
+    assert kept["b"] == {"model": "teacher", "version": "0"}
     assert list(kept["a"]) == ["model.safetensors"]
 
 
@@ -127,8 +129,45 @@ def test_a_run_keeps_its_teachers(tmp_path: Path) -> None:
     distill(few, lambda _: None)
     weights = Path(given.paths["a"]) / "model.safetensors"
     weights.write_bytes((Path(given.paths["b"]) / "model.safetensors").read_bytes())
-    with pytest.raises(ConfigError, match=r"teachers='a'.*not those that this run began with"):
+    with pytest.raises(ConfigError, match=r"teachers='a=.*not those that this run began with"):
         distill(few, lambda _: None)
+
+
+def test_a_server_with_other_weights_is_not_taken_for_the_same(tmp_path: Path) -> None:
+    given = config(tmp_path)
+    few = replace(given, learn=replace(given.learn, steps=1, save_every=1))
+    with server(given.paths["b"]) as (url, runner):
+        with_server = replace(few, teachers=(given.teachers[0], f"b={url}"))
+        distill(with_server, lambda _: None)
+        model = runner._engine.model
+        with torch.no_grad():  # one number, under the same name and version
+            model.lm_head.weight[0, 0] += 1e-3
+        with pytest.raises(ConfigError, match=r"teachers='b=http.*the server's weights is not the one"):
+            distill(with_server, lambda _: None)
+
+
+@pytest.mark.usefixtures("hurried")
+def test_a_server_that_was_away_says_again_who_it_is() -> None:
+    def about(name: str, sums: dict[str, str] | None) -> list[tuple[int, bytes]]:
+        told = (404, b"no such route") if sums is None else (200, json.dumps({"checksums": sums}).encode())
+        return [(200, json.dumps({"model_path": name}).encode()), told]
+
+    tokens = (200, json.dumps({"tokens": tokenizer().encode(teachers.PROBE)}).encode())
+    asked = [*tokenizer().prefix_ids, *tokenizer().encode(teachers.PROBE)][:8]
+    first = [tokens, (200, answer(asked)), *about("m", None)]
+    same = [(200, b"{torn"), (200, answer([1, 2])), *about("m", None)]
+    other = [(200, b"{torn"), (200, answer([1, 2])), *about("n", None)]
+    with scripted(*first, *same, *other, (500, b"")) as (url, handler):
+        teacher = ServedTeacher(url)
+        assert teacher.check(tokenizer()) == {"model": "m", "version": "0", "weights": ""}
+        teacher.tell([[1, 2]], 0)
+        assert len(handler.said) == len(other) + 1
+        with pytest.raises(UserError, match="came back with another model"):
+            teacher.tell([[1, 2]], 0)
+    sums = about("m", {"b": "2", "a": "1"})
+    with scripted(tokens, (200, answer(asked)), *sums, (500, b"")) as (url, _):
+        expected = hashlib.sha256(b"a 1\nb 2\n").hexdigest()
+        assert ServedTeacher(url).check(tokenizer())["weights"] == expected
 
 
 # ---------------------------------------------------------------------------------------------------- the formula
@@ -161,8 +200,11 @@ class Scripted(BaseHTTPRequestHandler):
 
     said: list[tuple[int, bytes]]
 
+    def do_GET(self) -> None:
+        self.do_POST()
+
     def do_POST(self) -> None:
-        self.rfile.read(int(self.headers["Content-Length"]))
+        self.rfile.read(int(self.headers.get("Content-Length", 0)))
         status, body = self.said.pop(0) if len(self.said) > 1 else self.said[0]
         self.send_response(status)
         self.send_header("Content-Length", str(len(body)))

@@ -31,7 +31,7 @@ from glm5.posttrain.teachers import MOST, EngineTeacher, ServedTeacher, Teacher,
 from glm5.posttrain.update import score
 from glm5.text.tokenizer import load_tokenizer
 from glm5.train.prepare import Say
-from glm5.utils.devices import resolve_device
+from glm5.train.together import settled
 from glm5.utils.errors import ConfigError
 from glm5.utils.files import read_json, sha256_file, write_json
 
@@ -158,7 +158,7 @@ class Distiller(BatchedLearner):
 
 
 def resolve(config: DistillConfig) -> tuple[DistillConfig, ModelConfig]:
-    """The configuration with its device, and the model's own.
+    """The configuration with the device and mesh that it will have here, and the model's own.
 
     Raises:
         UserError: a checkpoint cannot be used, or a teacher reads other ids than the policy.
@@ -176,7 +176,7 @@ def resolve(config: DistillConfig) -> tuple[DistillConfig, ModelConfig]:
             raise ConfigError(
                 "teachers", f"{domain}={path}", "its tokenizer.json is not the policy's: ids would differ"
             )
-    return replace(config, device=resolve_device(config.device)), model
+    return settled(config), model
 
 
 def served(path: str) -> bool:
@@ -222,7 +222,7 @@ def refuse_long(config: DistillConfig, teachers: Mapping[str, GLM5 | Teacher], l
 
 
 def keep_teachers(config: DistillConfig, teachers: Mapping[str, GLM5 | Teacher]) -> None:
-    """Write down in RUN/teachers.json which weights teach. A served teacher is known by its weight_version only.
+    """Write down in RUN/teachers.json which weights teach: checksums of files; of a served one, who it says it is.
 
     Raises:
         ConfigError: the run has begun with others.
@@ -231,7 +231,7 @@ def keep_teachers(config: DistillConfig, teachers: Mapping[str, GLM5 | Teacher])
 
     def known(domain: str, teacher: GLM5 | Teacher) -> dict[str, Any]:
         if isinstance(teacher, ServedTeacher):
-            return {"version": teacher.version}
+            return teacher.identity
         files = sorted(Path(config.paths[domain]).glob("*.safetensors"))
         return {file.name: sha256_file(file) for file in files}
 
@@ -240,7 +240,14 @@ def keep_teachers(config: DistillConfig, teachers: Mapping[str, GLM5 | Teacher])
     before = read_json(run / "teachers.json") if begun else now
     changed = [domain for domain, sums in now.items() if before.get(domain) != sums]
     if changed:
-        raise ConfigError("teachers", changed[0], "its weights are not those that this run began with")
+        domain, rule = changed[0], "its weights are not those that this run began with"
+        teacher, known_before = teachers[domain], before.get(domain, {})
+        if isinstance(teacher, ServedTeacher):
+            what = next(name for name, value in teacher.identity.items() if known_before.get(name) != value)
+            rule = f"the server's {what} is not the one that this run began with: {known_before.get(what)!r}"
+        raise ConfigError(
+            "teachers", f"{domain}={config.paths[domain]}", f"{rule}; bring it back, or use another --run"
+        )
     write_json(run / "teachers.json", now)
 
 
@@ -258,6 +265,9 @@ def distill(config: DistillConfig, say: Say = print) -> Distilled:
             teachers = ranks.together(lambda: load_teachers(config, domains, str(model.device)))
             refuse_long(config, teachers, rollouts.refuse_long(prompts.train))
             ranks.on_main(lambda: keep_teachers(config, teachers))
+            for domain, teacher in teachers.items():
+                if isinstance(teacher, ServedTeacher) and not teacher.identity["weights"]:
+                    say(f"teacher   {domain}: its server has no checksums, so it is known by name and version only")
             learner = Distiller(config.learn, model, config.loss, rollouts, Path(config.run), digest(prompts.train))
             learner.order, learner.teachers, learner.pages = prompts.order, teachers, config.page_every
             if config.divergence == "full":

@@ -15,7 +15,7 @@ Rows of prompts are `{"prompt": …, "domain": …}` with, where wanted, `rules`
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -45,7 +45,7 @@ from glm5.posttrain.reward.rules import require_rules
 from glm5.posttrain.rollouts import Group, Rollouts
 from glm5.posttrain.verify.pool import VerifierPool
 from glm5.train.prepare import Say
-from glm5.utils.devices import resolve_device
+from glm5.train.together import settled
 from glm5.utils.errors import ConfigError, DataError
 from glm5.utils.files import read_json, write_json
 from glm5.utils.runlog import METRICS, read_metrics
@@ -159,7 +159,7 @@ def judge_figures(hybrid: Hybrid) -> dict[str, float]:
 
 # ---------------------------------------------------------------------------------------------------- all of it
 def resolve(config: GeneralConfig) -> tuple[GeneralConfig, ModelConfig]:
-    """The configuration with its device, and the model's own.
+    """The configuration with the device and mesh that it will have here, and the model's own.
 
     Raises:
         UserError: the checkpoint cannot be used, or there are no prompts.
@@ -167,7 +167,7 @@ def resolve(config: GeneralConfig) -> tuple[GeneralConfig, ModelConfig]:
     model = model_config(config.checkpoint, "glm5 rl general")
     if not config.prompts.data:
         raise ConfigError("prompts.data", (), "must name at least one JSONL file of prompts")
-    return replace(config, device=resolve_device(config.device)), model
+    return settled(config), model
 
 
 def hybrid_reward(

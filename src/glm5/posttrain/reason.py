@@ -32,9 +32,16 @@ from glm5.posttrain.verify.pool import VerifierPool
 from glm5.text.tokenizer import load_tokenizer
 from glm5.train.prepare import Say
 from glm5.train.ranks import Ranks
-from glm5.train.together import MESH_MAY_DIFFER, ProcessConfig, check_weights, claimed, keep_weights, together
+from glm5.train.together import (
+    MESH_MAY_DIFFER,
+    ProcessConfig,
+    check_weights,
+    claimed,
+    keep_weights,
+    settled,
+    together,
+)
 from glm5.utils.config_io import to_dict
-from glm5.utils.devices import resolve_device
 from glm5.utils.errors import CheckpointError, ConfigError, DataError
 from glm5.utils.files import read_json, write_json
 from glm5.utils.runlog import CONFIG, refuse_changes
@@ -215,12 +222,12 @@ class Reasoner(BatchedLearner):
 
 
 def resolve(config: ReasonConfig) -> tuple[ReasonConfig, ModelConfig]:
-    """The configuration with its device, and the model's own.
+    """The configuration with the device and mesh that it will have here, and the model's own.
 
     Raises:
         UserError: the checkpoint cannot be used.
     """
-    return replace(config, device=resolve_device(config.device)), model_config(config.checkpoint, "glm5 rl reason")
+    return settled(config), model_config(config.checkpoint, "glm5 rl reason")
 
 
 def model_config(checkpoint: str, command: str) -> ModelConfig:

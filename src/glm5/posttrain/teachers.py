@@ -10,6 +10,7 @@ Source: report, section 3.5 (inference engines of the earlier stages). Read next
 
 from __future__ import annotations
 
+import hashlib
 import http.client
 import json
 import os
@@ -18,6 +19,7 @@ import urllib.error
 import urllib.request
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -94,6 +96,10 @@ class EngineTeacher:
         return [found[number] for number in range(len(texts))]
 
 
+class Refused(UserError):
+    """A server that is there does not do what it is asked."""
+
+
 class ServedTeacher:
     """An engine behind an address.
 
@@ -111,9 +117,11 @@ class ServedTeacher:
         self.batch, self.at_once = batch, at_once
         self.version: str | None = None  # of the weights, once it is known
         self.context: int | None = None  # likewise, if the server tells
+        self.identity: dict[str, str] = {}  # likewise, see `check`
 
-    def check(self, tokenizer: Tokenizer) -> str:
-        """The version of its weights. All it tells later must come from the same.
+    def check(self, tokenizer: Tokenizer) -> dict[str, str]:
+        """Who it is: the `model`'s name, the `version` of its weights, and a checksum of all `weights`, empty where the
+        server has none. All it tells later must come from the same.
 
         Raises:
             UserError: nobody answers. ConfigError: it reads other ids than this tokenizer.
@@ -123,8 +131,20 @@ class ServedTeacher:
         if ids != tokenizer.encode(PROBE):
             raise ConfigError("teachers", self.url, "its tokenizer is not the policy's: ids would differ")
         self.tell([[*tokenizer.prefix_ids, *ids][:8]], 0)
-        assert self.version is not None
-        return self.version
+        self.identity = self._introduced()
+        return self.identity
+
+    def _introduced(self) -> dict[str, str]:
+        """Who it says it is. A server of another kind may know neither route."""
+        found = {"model": "", "version": self.version or "", "weights": ""}
+        with suppress(Refused):
+            found["model"] = str(self._ask("/get_model_info", None, anew=False).get("model_path", ""))
+        with suppress(Refused):
+            sums = self._ask("/weights_checker", {"action": "checksum"}, anew=False).get("checksums")
+            if sums:
+                lines = "".join(f"{name} {value}\n" for name, value in sorted(sums.items()))
+                found["weights"] = hashlib.sha256(lines.encode()).hexdigest()
+        return found
 
     def tell(self, texts: Sequence[Sequence[int]], top: int) -> list[Told]:
         parts = [texts[at : at + self.batch] for at in range(0, len(texts), self.batch)]
@@ -156,21 +176,31 @@ class ServedTeacher:
             found.append(Told.of([value for value, *_ in pairs], tops))
         return found
 
-    def _ask(self, path: str, body: dict[str, Any]) -> Any:
-        """An answer's JSON; tries again where nobody answers or the server is busy."""
-        data, key = json.dumps(body).encode(), os.environ.get(KEY, "")
+    def _ask(self, path: str, body: dict[str, Any] | None, *, anew: bool = True) -> Any:
+        """An answer's JSON; tries again where nobody answers or the server is busy. Without a body it is a GET.
+
+        Args:
+            anew: ask who it is where it was not there for a while: another may have been started in its place.
+        """
+        data, key = None if body is None else json.dumps(body).encode(), os.environ.get(KEY, "")
+        was_gone = False
         headers = {"Content-Type": "application/json", **({"Authorization": f"Bearer {key}"} if key else {})}
         for attempt in range(self.tries):
             request = urllib.request.Request(self.url + path, data, headers)  # noqa: S310 (http or https, checked above)
             try:
                 with urllib.request.urlopen(request, timeout=self.timeout_s) as answer:  # noqa: S310
-                    return json.load(answer)
+                    found = json.load(answer)
+                if was_gone and anew and self.identity and (now := self._introduced()) != self.identity:
+                    other = next(name for name in now if now[name] != self.identity[name])
+                    what = f"the teacher at {self.url} came back with another {other}"
+                    raise UserError(what, "Start the one that was there; the run goes on from its last checkpoint")
+                return found
             except urllib.error.HTTPError as e:
                 said = f"status {e.code}: {e.read()[:300].decode(errors='replace')}"
                 if e.code < 500 and e.code != 429:
-                    raise UserError(f"the teacher at {self.url} refuses {path}: {said}", "Look at its log") from None
+                    raise Refused(f"the teacher at {self.url} refuses {path}: {said}", "Look at its log") from None
             except (OSError, http.client.HTTPException, ValueError) as e:  # also an answer that is cut off
-                said = f"{type(e).__name__}: {e}"
+                said, was_gone = f"{type(e).__name__}: {e}", True
             if attempt < self.tries - 1:
                 time.sleep(min(30.0, 0.5 * 4**attempt))
         raise UserError(
