@@ -2,13 +2,15 @@
 
     python benchmarks/agent_learning.py [--seeds 0,1,2] [--sft-steps N] [--rl-steps N] [--out DIR] [--json FILE]
                                         [--variant whole|retokenised|no-mask|no-bound|no-reset|synchronous ...]
+    python benchmarks/agent_learning.py --table FILE ...          # one table of what several runs wrote with --json
 
 The task is `examples/services/cards.py`: look at hidden cards, one a turn, and name the highest. A model of `nano`'s
 parts (--hidden, --layers and --experts set its size) is fine-tuned on scripts of agents, of which --hasty is the share
 of those that name a card before they have seen all; then `glm5 rl agent` as a function learns from its own rollouts:
 engine, gateway, orchestrator and learner in this process, on a CPU in fp32. Success is that of greedy answers to deals
 that were held out: neither scripts nor rollouts have them. With --out the runs stay, and the same command goes on where
-it was killed. The table has mean and spread (sample deviation) over the seeds, which draw everything.
+it was killed; several commands may share it, each with variants of its own, once the models are fine-tuned (no
+--variant at all). The table has mean and spread (sample deviation) over the seeds, which draw everything.
 """
 
 from __future__ import annotations
@@ -44,6 +46,7 @@ from glm5.train.schedule import LearningRate
 from glm5.utils.runlog import read_metrics
 from tuning import tuning
 
+PHASES = "wait", "update", "weight_sync"  # of a step
 SERVICE = Path(__file__).parents[1] / "examples" / "services" / "cards.py"
 
 
@@ -97,7 +100,9 @@ def script(task: Any, seed: int, args: argparse.Namespace) -> list[dict[str, Any
 
 
 def base(directory: Path, args: argparse.Namespace, seed: int) -> Path:
-    """The fine-tuned model that learning begins with."""
+    """The fine-tuned model that learning begins with; one that is there is taken as it is."""
+    if (directory / "sft" / "result.json").exists():
+        return directory / "sft" / "model"
     task = cards(args.cards, args.highest)
     talk, rows = directory / "talk.jsonl", []
     for number in range(args.scripts):
@@ -178,9 +183,10 @@ def one_seed(seed: int, directory: Path, args: argparse.Namespace, table: dict[s
             "rewards": [r["rewards/cards"] for r in records if "rewards/cards" in r],
             "states": found.states,
             "seconds": time.time() - began,
+            "step_s": statistics.median([sum(r[f"time/{of}"] for of in PHASES) for r in records if "loss" in r]),
             **{name: statistics.fmean([r[name] for r in records if name in r])
-               for name in ("staleness/mean", "idle/trainer", "engine/idle", "is_masked_low", "is_masked_high",
-                            "train_rollout_logprob_abs_diff")},
+               for name in ("staleness/mean", "staleness/max", "idle/trainer", "engine/idle", "is_masked_low",
+                            "is_masked_high", "train_rollout_logprob_abs_diff")},
         }  # fmt: skip
         print(f"seed {seed}  {variant:<12} {json.dumps(table[variant])}", flush=True)
         yield
@@ -190,6 +196,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seeds", default="0,1,2")
     parser.add_argument("--variant", nargs="*", default=["whole"])
+    parser.add_argument("--table", nargs="+", help="show what these files hold, and run nothing")
     for name, default in (
         ("sft-steps", 250), ("rl-steps", 8), ("scripts", 1000), ("vocab", 300), ("hidden", 128), ("layers", 2),
         ("experts", 4), ("seq-len", 128), ("group", 8), ("groups", 4), ("updates", 4), ("staleness", 2),
@@ -203,6 +210,9 @@ def main() -> None:
     parser.add_argument("--out", help="keep the runs here, and go on from what is there")
     parser.add_argument("--json", help="write the figures here")
     args = parser.parse_args()
+    if args.table:
+        show([table for file in args.table for table in json.loads(Path(file).read_text())["seeds"]])
+        return
     torch.set_num_threads(1)
     found: list[dict[str, Any]] = []
     for seed in map(int, args.seeds.split(",")):
@@ -211,14 +221,29 @@ def main() -> None:
             for _ in one_seed(seed, Path(args.out or scratch) / f"seed-{seed}", args, found[-1]):
                 if args.json:
                     Path(args.json).write_text(json.dumps({"arguments": vars(args), "seeds": found}, indent=1))
-    print(f"\n{'variant':<14}{'before':>18}{'after':>18}")
-    for variant in found[0]:
-        cells = []
-        for name in ("before", "after"):
-            values = [table[variant][name] for table in found]
+    show(found)
+
+
+def show(found: list[dict[str, Any]]) -> None:
+    """Mean and sample deviation over the seeds, by variant."""
+    columns = {
+        "before": lambda t: t["before"],
+        "after": lambda t: t["after"],
+        "drawn, last two": lambda t: statistics.fmean(t["rewards"][-2:]),
+        "s a step": lambda t: t["step_s"],
+        "staleness": lambda t: t["staleness/mean"],
+        "masked, %": lambda t: 100 * (t["is_masked_low"] + t["is_masked_high"]),
+        "off a token": lambda t: t["train_rollout_logprob_abs_diff"],
+    }
+    print(f"\n{'variant':<13}{'seeds':>6}" + "".join(f"{name:>17}" for name in columns))
+    for variant in dict.fromkeys(variant for table in found for variant in table):
+        tables = [table[variant] for table in found if variant in table]
+        line = f"{variant:<13}{len(tables):>6}"
+        for of in columns.values():
+            values = [of(table) for table in tables]
             spread = statistics.stdev(values) if len(values) > 1 else 0.0
-            cells.append(f"{statistics.mean(values):.3f} ± {spread:.3f}")
-        print(f"{variant:<14}" + "".join(f"{cell:>18}" for cell in cells))
+            line += f"{statistics.mean(values):>9.3f} ± {spread:.3f}"
+        print(line)
 
 
 if __name__ == "__main__":
