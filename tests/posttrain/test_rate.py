@@ -17,7 +17,7 @@ from glm5.posttrain.prompts import Difficulty
 from glm5.posttrain.rate import RateConfig, rate
 from glm5.posttrain.reason import PromptConfig, prepare_prompts
 from glm5.posttrain.rollouts import RolloutConfig, Rollouts
-from glm5.utils.errors import ConfigError, DataError, UserError
+from glm5.utils.errors import ConfigError, DataError, FileError, UserError
 
 
 @pytest.fixture(autouse=True)
@@ -84,8 +84,22 @@ def test_an_interrupted_one_goes_on_with_the_same_rates(tmp_path: Path, monkeypa
     assert drawn == [4, 5, 6, 7, 8, 9]
     with pytest.raises(DataError, match="holds other prompts than these"):
         rate(replace(given, data=(write_prompts(tmp_path / "other.jsonl", 10),)), lambda _: None)
-    with pytest.raises(DataError, match="holds rates of the weak policy"):
-        rate(replace(given, policy="strong"), lambda _: None)
+    another = checkpoint(tmp_path / "another", seed=9)
+    for told, said in (
+        (dict(policy="strong"), r"policy='strong': .* was begun with 'weak'; give that, or name another file"),
+        (dict(seed=1), "seed=1: .* was begun with 0"),
+        (dict(rollout=replace(given.rollout, group=6)), r"rollout\.group=6: .* was begun with 5"),
+        (dict(checkpoint=another), "its weights are not those that .* was begun with"),
+    ):
+        with pytest.raises(ConfigError, match=said):
+            rate(replace(given, **told), lambda _: None)
+    # Where things lie, and how fast they are done, may change.
+    Path(given.checkpoint).rename(tmp_path / "moved")
+    moved = replace(given, checkpoint=str(tmp_path / "moved"), rollout=replace(given.rollout, prompts=3, verifiers=2))
+    rate(moved, lambda _: None)
+    (tmp_path / "rated.jsonl.json").unlink()
+    with pytest.raises(FileError, match=r"rated\.jsonl\.json, which says how its rates were made, is not"):
+        rate(moved, lambda _: None)
     assert Path(given.out).read_bytes() == whole
 
 

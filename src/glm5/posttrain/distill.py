@@ -31,7 +31,7 @@ from glm5.posttrain.teachers import MOST, EngineTeacher, ServedTeacher, Teacher,
 from glm5.posttrain.update import score
 from glm5.text.tokenizer import load_tokenizer
 from glm5.train.prepare import Say
-from glm5.train.together import settled
+from glm5.train.together import settled, weight_sums
 from glm5.utils.errors import ConfigError
 from glm5.utils.files import read_json, sha256_file, write_json
 
@@ -232,8 +232,7 @@ def keep_teachers(config: DistillConfig, teachers: Mapping[str, GLM5 | Teacher])
     def known(domain: str, teacher: GLM5 | Teacher) -> dict[str, Any]:
         if isinstance(teacher, ServedTeacher):
             return teacher.identity
-        files = sorted(Path(config.paths[domain]).glob("*.safetensors"))
-        return {file.name: sha256_file(file) for file in files}
+        return weight_sums(config.paths[domain])
 
     now = {domain: known(domain, teacher) for domain, teacher in teachers.items()}
     begun = (run / "checkpoints").exists() and (run / "teachers.json").exists()

@@ -3,7 +3,8 @@
 Each prompt is tried a number of times; the share of tries that its verifier passes is written into the row's
 `pass_rate`, as that of the weak policy (the one that will learn, or an earlier one) or of the strong one. A row that no
 try of which has a verdict gets none, also if it had one. The rows are those that were read, one line each and in their
-order, so an interrupted run goes on behind the last whole line. Source: report, section 3.2 (difficulty filtering).
+order, so an interrupted run goes on behind the last whole line, if it is told the same and the weights are the same:
+OUT.json beside it says what it was told. Source: report, section 3.2 (difficulty filtering).
 Read next: `prompts`, whose `Difficulty` reads the rates; `rollouts`.
 """
 
@@ -11,23 +12,29 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
 from glm5.model.weights import load_model
+from glm5.posttrain.batched import digest
 from glm5.posttrain.jsonl import read_rows
 from glm5.posttrain.prompts import Prompt, pass_rate, prompt_from_row, require_unique
 from glm5.posttrain.reason import LoopConfig, PromptConfig, model_config, rollouts_of, task_rows
 from glm5.posttrain.rollouts import RolloutConfig
 from glm5.train.prepare import Say
 from glm5.train.ranks import Ranks
+from glm5.train.together import weight_sums
+from glm5.utils.config_io import differences, to_dict
 from glm5.utils.devices import resolve_device
 from glm5.utils.errors import ConfigError, DataError, FileError
-from glm5.utils.files import exclusive, file_errors, require_writable, write_bytes
+from glm5.utils.files import exclusive, file_errors, read_json, require_writable, write_bytes, write_json
 
 Rated = tuple[dict[str, Any], Prompt]
+PLACES = {"checkpoint", "data", "out"}  # what they hold counts, which is compared, and not what they are called
+# What a later start may change: where and how fast things are done.
+MAY_DIFFER = {"device", "prompts", "memory_gib", "verifiers", "running", "tool_sessions"}
 
 
 @dataclass(frozen=True)
@@ -93,7 +100,8 @@ def rate(config: RateConfig, say: Say = print) -> dict[str, list[float]]:
     rows = read_rated(config)
     require_writable(out.parent)
     with exclusive(out.with_name(f".{out.name}.lock")):
-        done = _done(out, rows, config.policy)
+        _keep_told(config, out, [prompt for _, prompt in rows])
+        done = _done(out, rows)
         device = resolve_device(config.device)
         model = load_model(config.checkpoint, device=device, dtype="float32")
         loop = LoopConfig(
@@ -126,8 +134,36 @@ def rate(config: RateConfig, say: Say = print) -> dict[str, list[float]]:
     return by_domain
 
 
-def _done(out: Path, rows: list[Rated], policy: str) -> list[dict[str, Any]]:
-    """What an earlier start wrote for this policy, without a line that a kill has torn."""
+def _keep_told(config: RateConfig, out: Path, prompts: Sequence[Prompt]) -> None:
+    """Write down all that decides the rates, beside them.
+
+    Raises:
+        UserError: an earlier start has begun to write `out`, and was told otherwise or had other weights.
+    """
+    path, told = out.with_name(f"{out.name}.json"), to_dict(config)
+    told = {name: value for name, value in told.items() if name not in PLACES}
+    now = {"told": told, "weights": weight_sums(config.checkpoint), "prompts": digest(prompts)}
+    if out.exists():
+        if not path.exists():
+            what = f"{out} is there, and {path.name}, which says how its rates were made, is not"
+            raise FileError(what, "Bring it back, or name another file as --out")
+        before = read_json(path)
+        if before.get("prompts") != now["prompts"]:
+            raise DataError(f"{out} holds other prompts than these", "Name another file as --out")
+        if before.get("weights") != now["weights"]:
+            rule = (
+                f"its weights are not those that {out} was begun with; bring them back, or name another file as --out"
+            )
+            raise ConfigError("checkpoint", config.checkpoint, rule)
+        for name, (began, value) in differences(before["told"], told).items():
+            if name.rpartition(".")[2] not in MAY_DIFFER:
+                rule = f"{out} was begun with {began!r}; give that, or name another file as --out"
+                raise ConfigError(name, value, rule)
+    write_json(path, now)
+
+
+def _done(out: Path, rows: list[Rated]) -> list[dict[str, Any]]:
+    """What an earlier start wrote, without a line that a kill has torn."""
     if not out.exists():
         return []
     with file_errors(out, "read"):
@@ -139,13 +175,6 @@ def _done(out: Path, rows: list[Rated], policy: str) -> list[dict[str, Any]]:
         raise FileError(f"{out} is no file of prompts", "Name another one as --out") from None
     if not same:
         raise DataError(f"{out} holds other prompts than these", "Name another file as --out")
-    rates = [
-        (given.get("pass_rate", {}), row.get("pass_rate", {})) for (given, _), row in zip(rows, done, strict=False)
-    ]
-    others = {name for old, new in rates for name in {*old, *new} - {policy} if old.get(name) != new.get(name)}
-    if others:
-        what = f"{out} holds rates of the {', '.join(sorted(others))} policy, begun by an earlier start"
-        raise DataError(what, "Go on with that --policy, or name another file as --out")
     write_bytes(out, b"".join(map(_line, done)))
     return done
 

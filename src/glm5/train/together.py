@@ -212,13 +212,18 @@ def check_weights(model: GLM5, world: World | None) -> None:
             raise ParallelError(what, "Let all hosts see one and the same checkpoint")
 
 
+def weight_sums(checkpoint: str) -> dict[str, str]:
+    """SHA-256 of each of a checkpoint's files of weights."""
+    return {file.name: sha256_file(file) for file in sorted(Path(checkpoint).glob("*.safetensors"))}
+
+
 def keep_weights(checkpoint: str, path: Path, *, begun: bool) -> None:
     """Write checksums of the weights that the run begins with.
 
     Raises:
         ConfigError: the run has begun, with other weights.
     """
-    sums = {file.name: sha256_file(file) for file in sorted(Path(checkpoint).glob("*.safetensors"))}
+    sums = weight_sums(checkpoint)
     if begun and read_json(path) != sums:
         rule = "its weights are not those that this run began with; choose another --run directory"
         raise ConfigError("checkpoint", checkpoint, rule)
