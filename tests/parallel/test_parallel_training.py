@@ -16,6 +16,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from glm5.parallel.compat import units
 from glm5.parallel.mesh import Mesh, World
 from glm5.train.config import TrainConfig
 from glm5.train.estimate import estimate
@@ -125,6 +126,28 @@ def test_one_step_equals_one_process(mesh: str, expected: Path) -> None:
         covered |= own
     names = torch.load(expected / "pretrain.pt")[0]
     assert {f"pretrain {n}" for n in names} <= covered  # stages hold them all between them
+
+
+def _copied(world: World, directory: str) -> list[str]:
+    """What is wrong where no parameter is gathered: every data rank holds a copy, FSDP none."""
+    wrong = []
+    for name in ("gathered", "crowded", "warmup", "sparse"):
+        found, metrics, biases = torch.load(f"{directory}/{name}.pt")
+        of = make(world, directory, f"{world.mesh}-copies-{name}", **{**STEPS[name], "gather_once": True})
+        wrong += [] if of.ranks.copies and not list(units(of.model)) else [f"{name}: FSDP holds units"]
+        own, figures = gradients(of)
+        wrong += [f"{name}: gradient of {w}" for w in apart(found, own, TOLERANCE)]
+        wrong += [f"{name}: {n}" for n, bias in router_biases(of).items() if not torch.equal(bias, biases[n])]
+        for key in ("loss", "grad_norm"):
+            if key in metrics and abs(figures[key] - metrics[key]) > 1e-4 * metrics[key]:
+                wrong.append(f"{name}: {key} is {figures[key]}, not {metrics[key]}")
+    return wrong
+
+
+@pytest.mark.parametrize("mesh", ["dp=2,shard=1", "dp=4,shard=1,ep=2", "dp=2,tp=2,ep=2,shard=1"])
+def test_copies_of_the_model_train_as_one(mesh: str, expected: Path) -> None:
+    for rank, wrong in enumerate(run_ranks(Mesh.parse(mesh).size, mesh, _copied, str(expected))):
+        assert not wrong, f"rank {rank}: {wrong[:5]}"
 
 
 # As many experts a token as ranks that share them out, which then gather all tokens.

@@ -8,10 +8,15 @@ over their own axis, `edp`; the indexers are units of their own, since in warm-u
 
 Gradients are sums, never means: every loss is divided by global counts already. They are reduced in fp32.
 
+Where every data rank has room for the whole model, FSDP may be left out (`copies`): nothing is gathered, passes are one
+process's, and gradients are summed once a step.
+
 Source: report section 2.4. Read next: `expert`, `tensor`, `glm5.train.loop`.
 """
 
 from __future__ import annotations
+
+from collections.abc import Iterator
 
 import torch
 import torch.distributed as dist
@@ -26,14 +31,16 @@ from glm5.model.mla import MLA
 from glm5.model.moe import MoE
 from glm5.model.mtp import MTPBlock
 from glm5.parallel.compat import part_of, tolerate_unused_units
-from glm5.parallel.expert import SpreadExperts, spread_experts
+from glm5.parallel.expert import SpreadExperts, local, spread_experts
 from glm5.parallel.mesh import World
 from glm5.parallel.tensor import ShardedMLA, split_tensors
 from glm5.parallel.vocab import split_head
 from glm5.utils.errors import ConfigError
 
+BUCKET = 1 << 25  # elements of gradients that copies exchange at once
 
-def parallelize(model: GLM5, world: World, *, reshard: bool = True, prefetch: int = 1) -> GLM5:
+
+def parallelize(model: GLM5, world: World, *, reshard: bool = True, prefetch: int = 1, copies: bool = False) -> GLM5:
     """Place a model on the ranks of a world, in place: tensor, expert and data parallel, as its mesh says.
 
     Args:
@@ -43,18 +50,24 @@ def parallelize(model: GLM5, world: World, *, reshard: bool = True, prefetch: in
             need False: with True their gradients are silently wrong.
         prefetch: how many blocks ahead parameters are on their way while a block computes. 0 leaves it to FSDP, which
             asks for a block's when the host comes to it: too late where the host's launches are the limit.
+        copies: on a mesh of shard=1, leave parameters whole on every data rank, without FSDP: whoever trains then calls
+            `sum_gradients` after a step's last backward pass.
 
     Raises:
         ConfigError: the model cannot be divided so.
     """
     if prefetch < 0:
         raise ConfigError("prefetch", prefetch, "must be at least 0")
+    if copies and world.count("shard") > 1:
+        raise ConfigError("mesh.shard", world.count("shard"), "must be 1 where parameters are copies")
     world.mesh.check_model(model.config)
     tolerate_unused_units()
     split_tensors(model, world)
     if hasattr(model, "lm_head"):  # a pipeline's stage may have none
         split_head(model, world)
     spread_experts(model, world)
+    if copies:
+        return model
     for module in list(model.modules()):
         if isinstance(module, MLA) and not isinstance(module, ShardedMLA):
             module.__class__ = ShardedMLA
@@ -90,6 +103,51 @@ def _ask_ahead(model: GLM5, blocks: int) -> None:
         after, before = units[i + 1 : i + 1 + blocks], units[max(0, i - blocks) : i]
         own[0].set_modules_to_forward_prefetch([m for some in after for m in some])
         own[0].set_modules_to_backward_prefetch([m for some in reversed(before) for m in some])
+
+
+@torch.no_grad()
+def sum_gradients(model: nn.Module, world: World) -> None:
+    """Add up the gradients of parameters that data ranks hold copies of, in fp32, rounded once; all ranks call it."""
+    spread = {p for m in model.modules() if isinstance(m, SpreadExperts) for p in m.parameters()}
+    live = [p for p in model.parameters() if p.grad is not None]
+    for axis, some in (("data", [p for p in live if p not in spread]), ("edp", [p for p in live if p in spread])):
+        if world.count(axis) > 1:
+            _sum([local(p.grad) for p in some], world.group(axis))  # type: ignore[arg-type]
+
+
+def _sum(grads: list[Tensor], group: dist.ProcessGroup) -> None:
+    """The sum over a group, in place, of tensors that lie alike on all of its ranks."""
+    under_way: list[tuple[dist.Work, Tensor, list[Tensor]]] = []
+
+    def land() -> None:
+        work, flat, into = under_way.pop(0)
+        work.wait()
+        parts = flat.split([g.numel() for g in into])
+        torch._foreach_copy_(into, [x.view_as(g) for x, g in zip(parts, into, strict=True)])
+
+    for bucket in _buckets(grads):
+        flat = torch.cat([g.flatten() for g in bucket])
+        if group.size() > 2:  # the sum of two is rounded once as it is
+            flat = flat.to(torch.promote_types(flat.dtype, torch.float32))
+        under_way.append((dist.all_reduce(flat, group=group, async_op=True), flat, bucket))
+        if len(under_way) == 2:
+            land()
+    while under_way:
+        land()
+
+
+def _buckets(grads: list[Tensor]) -> Iterator[list[Tensor]]:
+    """Tensors of one dtype that travel together: a whole number of them, of `BUCKET` elements or a little more."""
+    for dtype in {g.dtype: None for g in grads}:
+        bucket: list[Tensor] = []
+        for g in grads:
+            if g.dtype == dtype:
+                bucket.append(g)
+            if sum(x.numel() for x in bucket) >= BUCKET:
+                yield bucket
+                bucket = []
+        if bucket:
+            yield bucket
 
 
 def data_mesh(world: World) -> DeviceMesh:

@@ -82,7 +82,7 @@ def estimate(
         gradients += own * width
         optimizer += own * (4 if width == 2 else 0) + (own * 4 if role.optimizer == "muon" else own * 8 + 8)
     gathered = 0.0
-    if mesh.data > 1:
+    if mesh.data > 1 and not (gather_once and mesh.sharded == mesh.pp == 1):  # where all is whole already
         blocks = sorted((n for unit, n in units.items() if unit), reverse=True)
         whole = gather_once or mesh.pp > 1
         # The root's stays for a step; of the blocks one that runs and the next. Gradients are reduced in fp32, two at

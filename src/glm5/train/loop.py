@@ -242,6 +242,7 @@ class Trainer:
             loss = objective.of(self.model, micro, first)
             loss.backward()
             losses.append(loss.detach())
+        self.ranks.after(self.model)
         # Looked at once all is under way: a look waits for the device, which then waits for the host.
         bad = next(((loss, i) for i, loss in enumerate(torch.stack(losses).tolist()) if not math.isfinite(loss)), None)
         return totals, bad and (bad[0], rows[bad[1]])

@@ -99,13 +99,15 @@ class Ranks:
     Args:
         world: None is one process.
         gather_once: hold all parameters from a step's first micro-batch to its last, and reduce gradients after the
-            last: a fraction of the communication, for the memory of whole parameters and fp32 gradients.
+            last: a fraction of the communication, for the memory of whole parameters and fp32 gradients. On a mesh of
+            shard=1, where parameters are whole anyway, nothing is then gathered at all.
         prefetch: see `parallelize`.
     """
 
     def __init__(self, world: World | None = None, *, gather_once: bool = False, prefetch: int = 1) -> None:
         self.world, self.gather_once, self.prefetch = world, gather_once, prefetch
         self.alone = world is None
+        self.copies = world is not None and gather_once and world.count("shard") == world.count("pp") == 1
         self._ways: Ways | None = None  # between context-parallel ranks
 
     @property
@@ -126,6 +128,11 @@ class Ranks:
         """Tell the watch, if there is one, what this rank begins to do: it names who stands still, and where."""
         if self.world is not None and self.world.watch is not None:
             self.world.watch.at(step, phase)
+
+    def beat(self) -> None:
+        """Tell it, inside of something long, that this rank gets on. From any thread."""
+        if self.world is not None and self.world.watch is not None:
+            self.world.watch.beat()
 
     def pace(self) -> dict[str, float]:
         """Metrics of the slowest rank; none where there is one rank."""
@@ -151,7 +158,8 @@ class Ranks:
         if self.world is not None:
             from glm5.parallel.shard import parallelize
 
-            parallelize(model, self.world, reshard=not self.gather_once, prefetch=self.prefetch)
+            how: dict[str, Any] = dict(reshard=not self.gather_once, prefetch=self.prefetch, copies=self.copies)
+            parallelize(model, self.world, **how)
         if options.recompute:
             from glm5.parallel.pipeline.recompute import recompute
 
@@ -160,7 +168,7 @@ class Ranks:
 
     def before(self, micro: int, of: int, model: nn.Module) -> None:
         """Say which of a step's micro-batches comes now."""
-        if self.world is not None and self.gather_once:
+        if self.world is not None and self.gather_once and not self.copies:
             from torch.distributed.fsdp import FSDPModule
 
             assert isinstance(model, FSDPModule)
@@ -168,6 +176,13 @@ class Ranks:
             model.set_is_last_backward(last)
             model.set_requires_gradient_sync(last)
             model.set_reshard_after_backward(last)
+
+    def after(self, model: nn.Module) -> None:
+        """Say that the step's last micro-batch is done."""
+        if self.world is not None and self.copies:
+            from glm5.parallel.shard import sum_gradients
+
+            sum_gradients(model, self.world)
 
     def head(self, model: GLM5) -> tuple[Tensor, Head]:
         """The output head, or this rank's rows of it, and what computes with it."""

@@ -5,8 +5,9 @@ waits for. Replayed it is one launch. What is recorded reads its rows, and the c
 buffers; its gradients are added to those that the parameters have, which therefore stay where they are from step to
 step. The first micro-batch of each kind runs as it is: it compiles and allocates what must not happen in a recording.
 
-Rows of one document each are recorded, in pre-training on one device. Others wait for the device to learn where their
-documents begin, and processes exchange parameters between layers. Read next: `loop`, `objective`.
+Rows of one document each are recorded, in pre-training on one device, or on several that hold the whole model each.
+Others wait for the device to learn where their documents begin, or for each other between layers. Read next: `loop`,
+`objective`.
 """
 
 from __future__ import annotations
@@ -31,7 +32,8 @@ log = logging.getLogger(__name__)
 
 def records(config: TrainConfig, ranks: Ranks, device: torch.device) -> bool:
     """Whether a stage's micro-batches are to be recorded here."""
-    return config.cuda_graphs and device.type == "cuda" and ranks.alone and config.stage == "pretrain"
+    whole = ranks.alone or (ranks.copies and ranks.count("cp") == ranks.count("tp") == ranks.count("ep") == 1)
+    return config.cuda_graphs and device.type == "cuda" and whole and config.stage == "pretrain"
 
 
 class Recorder(Protocol):
