@@ -51,8 +51,12 @@ class TerminalService(TaskService):
         """Raises SandboxError where nothing can be isolated here."""
         self.where.require()
 
+    def task(self, asked: Rollout) -> Task:
+        """Which task a rollout attempts."""
+        return self.tasks[asked.index % len(self.tasks)]
+
     def rollout(self, asked: Rollout, policy: Policy) -> Result:
-        task = self.tasks[asked.index % len(self.tasks)]
+        task = self.task(asked)
         went = Talk()
 
         def agent(trial: Trial) -> None:
