@@ -112,11 +112,11 @@ def test_the_export_is_the_public_layout(trained: tuple[Path, list[dict[str, Any
     assert all(torch.equal(t, final[name]) for name, t in exported.items())
 
 
-def _resumed(world: World, directory: str, run: str) -> tuple[dict[str, Tensor], list[str]]:
-    of = make(world, directory, run, **OPTIONS)
+def _resumed(world: World, directory: str, run: str, **how: Any) -> tuple[dict[str, Tensor], list[str]]:
+    of = make(world, directory, run, **OPTIONS, **how)
     warned = of.resume()
     state = everything(of)
-    made = make(world, directory, run, **OPTIONS)
+    made = make(world, directory, run, **OPTIONS, **how)
     made.run()
     return state, warned
 
@@ -167,6 +167,28 @@ def test_from_one_process_to_a_mesh(trained: tuple[Path, list[dict[str, Any]]]) 
     for state, _ in run_ranks(2, "tp=2", _resumed, str(directory), "alone"):
         assert sorted(n for n in expected if not torch.equal(expected[n], state[n])) == []
     assert len(losses(directory / "alone")) == 6
+
+
+def _as_copies(world: World, directory: str, run: str) -> tuple[dict[str, Tensor], list[str]]:
+    return _resumed(world, directory, run, gather_once=True)
+
+
+def test_goes_on_as_copies(trained: tuple[Path, list[dict[str, Any]]]) -> None:
+    """The same where every data rank then holds the whole model, without FSDP; and from there in one process again."""
+    directory, _ = trained
+    run = fork(directory, "copies", 4)
+    alone = make(None, directory, "copies", **OPTIONS)
+    alone.resume()
+    expected = everything(alone)
+    for state, warned in run_ranks(2, "dp=2,ep=2,shard=1", _as_copies, str(directory), "copies"):
+        assert warned == []
+        assert sorted(n for n in expected if not torch.equal(expected[n], state[n])) == []
+    close = zip(losses(run), losses(directory / "unbroken"), strict=True)
+    assert all(abs(a - b) < 2e-4 * abs(b) for a, b in close)
+    back = make(None, directory, "copies", **{**OPTIONS, "steps": 8})
+    back.resume()
+    assert back.finished_steps == 6
+    assert not apart(torch.load(directory / "final-0.pt"), everything(back), 0.05)
 
 
 def _with_a_copy(world: World, directory: str) -> list[str]:
