@@ -109,7 +109,7 @@ def test_a_mesh_answers_and_ends(checkpoint: Path, tmp_path: Path, mesh: str, st
         (["--mesh", "pp=2"], "mesh.pp=2: is of training only"),
         (["--mesh", "tp"], "no axis=number"),
         (["--mesh", "tp=2", "--prefill-workers", "1", "--decode-workers", "1"], "beside prefill or decode workers"),
-        (["--mesh", "dp=2,ep=2", "--invariant"], "mesh.ep=2: goes with --invariant on the axes tp and dp only"),
+        (["--mesh", "cp=2", "--invariant"], "mesh.cp=2: does not go with --invariant"),
         (["--mesh", "tp=2", "--device", "cuda:0"], "device='cuda:0'"),
     ],
 )

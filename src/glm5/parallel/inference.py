@@ -3,7 +3,8 @@
 Tensor parallel, over the axis `tp`: a rank has some heads of attention and a share of every feed-forward's inner width,
 the routed experts' included, so that a layer has two sums, one after attention and one after the feed-forward. Expert
 parallel, over the axis `ep`: a rank has some of the experts, whole or by its share of their width, and tokens travel to
-them and back (`expert`). The head is divided by its rows; whoever wants logits brings the parts together. MLA's
+them and back (`expert`), or, where sizes must be known beforehand or sums keep to one order, every rank reads all
+tokens and answers with its experts' part of each one's sum. The head is divided by its rows; whoever wants logits brings the parts together. MLA's
 low-rank projections, the indexer, the router, the norms and the embedding are whole on every rank: the ranks of a `tp`
 group read the same tokens, compute the same latent rows, scores and selections from the same bits, and keep pages of
 their own.
@@ -14,7 +15,8 @@ their own.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -23,11 +25,14 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
+from glm5.kernels.dispatch import FEW
+from glm5.kernels.moe import grouped_swiglu
 from glm5.model.config import ModelConfig
 from glm5.model.glm5 import GLM5
 from glm5.model.layers import Linear, SwiGLU
 from glm5.model.mla import MLA
 from glm5.model.moe import MoE
+from glm5.parallel.collectives import all_gather
 from glm5.parallel.expert import SpreadExperts
 from glm5.parallel.mesh import Mesh, World
 from glm5.utils.errors import ConfigError
@@ -76,10 +81,41 @@ class SummedMoE(MoE):
 class ExchangedExperts(SpreadExperts):
     """Some of the experts; every rank of the `ep` group has tokens of its own, maybe none."""
 
+    share: Share
+
     def forward(
         self, x_ND: Tensor, expert_NM: Tensor, weight_NM: Tensor, other: Callable[[], None] | None = None
     ) -> Tensor:
-        return self._routed(x_ND, expert_NM, weight_NM, other)
+        if self.share.room is None:
+            return self._routed(x_ND, expert_NM, weight_NM, other)
+        return self._in_room(x_ND, expert_NM, weight_NM, self.share.room)
+
+    def _in_room(self, x_ND: Tensor, expert_NM: Tensor, weight_NM: Tensor, room: int) -> Tensor:
+        """The same from all ranks' tokens, `room` of each, by exchanges whose sizes the host knows: a rank answers with
+        its experts' part of every token's sum, in the order of the token's choices, rounded to x's dtype; the parts
+        are added in the order of the ranks, in fp32. A: tokens of all ranks."""
+        group, own = self.world.group("ep"), len(self.gate_up_proj)
+        said = [t.contiguous().view(torch.uint8) for t in (x_ND, weight_NM, expert_NM.to(torch.int32))]
+        heard = all_gather(F.pad(torch.cat(said, 1), (0, 0, 0, room - len(x_ND))), group)
+        parts = heard.split([t.shape[1] for t in said], 1)
+        kinds = x_ND.dtype, torch.float32, torch.int32
+        x_AD, weight_AM, expert_AM = (p.contiguous().view(kind) for p, kind in zip(parts, kinds, strict=True))
+        local_AM = expert_AM.long() - group.rank() * own
+        held_AM = (local_AM >= 0) & (local_AM < own)
+        # What is others' weighs nothing here, and reads an expert that is read anyway.
+        local_AM = torch.where(held_AM, local_AM, torch.where(held_AM, local_AM, 0).amax())
+        weight_AM = weight_AM * held_AM
+        # On a CPU the operators that compute each row by itself take few at a time.
+        each = FEW if self.share.ordered and not x_ND.is_cuda else len(x_AD)
+        chosen = zip(x_AD.split(each), local_AM.split(each), weight_AM.split(each), strict=True)
+        out = [grouped_swiglu(x, self.gate_up_proj, self.down_proj, expert, weight) for x, expert, weight in chosen]
+        sent = torch.cat(out)
+        back = torch.empty_like(sent)
+        dist.all_to_all_single(back, sent, group=group)
+        total, *others = back.unflatten(0, (group.size(), room)).float()
+        for other in others:
+            total = total + other
+        return total[: len(x_ND)].to(x_ND.dtype)
 
 
 def _summed(x: Tensor, group: ProcessGroup, ordered: bool) -> Tensor:
@@ -127,6 +163,9 @@ class Share:
 
     Args:
         ordered: sums between ranks have one order for every row, more slowly.
+
+    Attributes:
+        room: tokens of each rank in exchanges of experts; None if each has its own number (see `with_room`).
     """
 
     def __init__(self, world: World, config: ModelConfig, *, ordered: bool = False) -> None:
@@ -136,6 +175,16 @@ class Share:
         self.ep, self._ep_place = world.count("ep"), world.place("ep")
         each = config.n_routed_experts // self.ep
         self._experts = range(self._ep_place * each, (self._ep_place + 1) * each)
+        self.room: int | None = None
+
+    @contextmanager
+    def with_room(self, tokens: int | None) -> Iterator[None]:
+        """Inside it all ranks of an `ep` group exchange so many tokens each, at least as many as any of them has."""
+        before, self.room = self.room, tokens
+        try:
+            yield
+        finally:
+            self.room = before
 
     # ------------------------------------------------------------------ the model
     def cut(self, model: GLM5) -> None:
@@ -158,7 +207,7 @@ class Share:
                 setattr(mlp.experts, name, nn.Parameter(self._fused(name, whole).contiguous()))
             if self.ep > 1:
                 mlp.experts.__class__ = ExchangedExperts
-                mlp.experts.world = self.world  # type: ignore[assignment]
+                mlp.experts.world, mlp.experts.share = self.world, self  # type: ignore[assignment]
             self._become(mlp, SummedMoE)
         if not self._tied:
             model.lm_head.weight = nn.Parameter(self._rows(model.lm_head.weight).contiguous())

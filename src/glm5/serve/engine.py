@@ -69,13 +69,13 @@ class Ranks(Protocol):
     """What an engine needs of several ranks (`glm5.serve.ranks`) beside a model that runs on all of them.
 
     Attributes:
-        weights: whose updates reach all. pages, graphs: `PagedCache` and `Graphs` on all; no graphs where steps cannot
-            be recorded. sizes: of the mesh's axes by name.
+        weights: whose updates reach all. pages, graphs: `PagedCache` and `Graphs` on all. sizes: of the mesh's axes by
+            name.
     """
 
     weights: WeightSource
     pages: Callable[..., PagedCache]
-    graphs: Callable[..., Graphs] | None
+    graphs: Callable[..., Graphs]
     sizes: Mapping[str, int]
 
 

@@ -84,7 +84,7 @@ class Executor:
 
     Args:
         sampler: draws ids. context: tokens of a sequence at most. page_size: tokens of a page.
-        new_pages, new_graphs: `PagedCache` and `Graphs`, or what makes them on several ranks; None records nothing.
+        new_pages, new_graphs: `PagedCache` and `Graphs`, or what makes them on several ranks.
 
     Attributes:
         cache: the pages. pages: how many there are to be given out. drafter: None where nothing is drafted.
@@ -102,7 +102,7 @@ class Executor:
         context: int,
         page_size: int,
         new_pages: Callable[..., PagedCache] = PagedCache,
-        new_graphs: Callable[..., Graphs] | None = Graphs,
+        new_graphs: Callable[..., Graphs] = Graphs,
     ) -> None:
         if config.drafts and not model.config.num_nextn_predict_layers:
             raise ConfigError("drafts", config.drafts, "this model has no MTP block to make them")
@@ -137,7 +137,7 @@ class Executor:
             model.lay_out()  # again where weights have been given new memory
         self._graphs: Graphs | None = None
         record, new = self._recorder(), self._new_graphs
-        if record is None or new is None:
+        if record is None:
             return
         limits: dict[str, Any] = dict(spare=self.pages, most=config.max_running, context=self._context, record=record)
         queries = 1 + config.drafts
@@ -148,8 +148,7 @@ class Executor:
 
     def _recorder(self) -> Recorder | None:
         """How steps are recorded, where they are."""
-        wanted = self._config.cuda_graphs and self._new_graphs is not None
-        return recorder_for(self._model.device) if wanted else None
+        return recorder_for(self._model.device) if self._config.cuda_graphs else None
 
     @torch.inference_mode()
     def warm(self) -> None:

@@ -214,7 +214,8 @@ class _DraftStep(_Step):
 
     def __call__(self, runs: Sequence[Run], ids: Sequence[Sequence[int]], hidden: Sequence[Tensor] = ()) -> Outputs:
         self._fill(runs, ids)
-        self._read_1ND[0, self._own(runs)] = torch.cat(list(hidden))
+        if hidden:
+            self._read_1ND[0, self._own(runs)] = torch.cat(list(hidden))
         out_BD, logits_BV = self._replay()
         return out_BD[: len(runs)], logits_BV[: len(runs)]
 
@@ -265,16 +266,27 @@ class Graphs:
         Args:
             hidden: with `draft`: what each run reads, [count, D]. The result is then of each run's last row.
         """
+        shape = self.shape(runs)
+        return None if shape is None else self.run(shape, runs, ids, hidden)
+
+    def shape(self, runs: Sequence[Run]) -> tuple[int, int] | None:
+        """The sequences and the pages of tables of the step that takes these runs; None if it has to be run plainly."""
         queries, slots = self._queries, max(run.start for run in runs) + self._queries
         odd = queries > MOST_QUERIES or any(run.count > queries for run in runs)
         if self._broken or odd or len(runs) > self._rows[-1] or slots > self._pages[-1] * self.cache.size:
             return None
         rows = next(n for n in self._rows if n >= len(runs))
-        pages = next(n for n in self._pages if n * self.cache.size >= slots)
-        step = self._step((rows, queries, pages))
+        return rows, next(n for n in self._pages if n * self.cache.size >= slots)
+
+    def run(
+        self, shape: tuple[int, int], runs: Sequence[Run], ids: Sequence[Sequence[int]], hidden: Sequence[Tensor] = ()
+    ) -> Outputs | None:
+        """As the call, in a step of a shape that is large enough: also of no runs at all, for other ranks' sake."""
+        rows, pages = shape
+        step = self._step((rows, self._queries, pages))
         if step is None:
             return None
-        self.replayed += 1
+        self.replayed += bool(runs)
         return step(runs, ids, hidden)
 
     def warm(self) -> None:

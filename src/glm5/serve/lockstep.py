@@ -1,9 +1,11 @@
 """One thread that communicates: a leader's calls, one after the other, and in step with other leaders' calls.
 
 A call that other leaders' experts take part in can only run when they do, too. So before each one all leaders say what
-they want (a number each, gathered over gloo), and all take the same choice: drafts if anybody wants drafts, otherwise
+they want (a few numbers each, gathered over gloo), and all take the same choice: drafts if anybody wants drafts, otherwise
 the trunk if anybody wants it. Those who want that make their call; the others run the same exchanges without rows, and
-say again what they want. So that busy leaders meet instead of taking turns, one whose last call has ended just now, and
+say again what they want. A recorded call (`rank_graphs`) is one where all who make a call want that recording, in the
+largest of the sizes that they want; where another wants a plain call, they are told so, and come again with theirs. What
+is recorded contains exchanges, so all make new recordings when one of them has lost its own. So that busy leaders meet instead of taking turns, one whose last call has ended just now, and
 who samples or schedules, is waited for, at most `SOON_SECONDS`. Steps of different length, different numbers of drafts
 and idle leaders need nothing else. What concerns all ranks' weights (`ALL`) runs when
 everybody wants it. A round in which nothing runs is followed by a pause of `PAUSE_SECONDS`, after idle seconds of
@@ -56,11 +58,22 @@ class Kind(IntEnum):
     SOON = 6
 
 
+@dataclass(frozen=True)
+class Size:
+    """How large a call of all leaders is. form: which recording; 0 is a plain call. rows: of a leader at most; of a
+    recorded step the sequences. pages: of a recorded step's tables."""
+
+    form: int = 0
+    rows: int = 0
+    pages: int = 0
+
+
 @dataclass
 class _Job:
     kind: Kind
-    work: Callable[[], Any]
+    work: Callable[[Size], Any]
     topic: str = ""
+    size: Size = Size()
     done: Future[Any] = field(default_factory=Future)
     until: float = float("inf")
 
@@ -71,8 +84,13 @@ class Lockstep:
     Args:
         leaders: the leaders that keep step; None where there is nothing to share.
         tick: called when there was nothing to do for a while.
-        empty: takes part in others' calls, of the MTP block (True) or of the trunk.
+        empty: takes part in others' calls, of the MTP block (True) or of the trunk, of that size.
+        renew: called before a call where a leader's recordings are others than before.
         lost: called once, when a call failed, with what happened. device: of the calls.
+
+    Attributes:
+        recorded: which recordings this leader has, bit `form` of each, and above these bits how often that changed. Set
+            in the thread's calls.
     """
 
     def __init__(
@@ -80,12 +98,15 @@ class Lockstep:
         *,
         leaders: dist.ProcessGroup | None,
         tick: Callable[[], None],
-        empty: Callable[[bool], None],
+        empty: Callable[[bool, Size], None],
+        renew: Callable[[], None] = lambda: None,
         lost: Callable[[str], None] | None = None,
         device: torch.device | None = None,
     ) -> None:
         self._leaders, self._tick, self._empty, self._lost = leaders, tick, empty, lost
-        self._device = device
+        self._renew, self._device = renew, device
+        self.recorded = 0
+        self._all_recorded: list[int] = []
         self._wanted = threading.Condition()
         self._job: _Job | None = None
         self._failure: str | None = None
@@ -93,17 +114,22 @@ class Lockstep:
         self._thread = threading.Thread(target=self._run, daemon=True, name="ranks")
         self._thread.start()
 
-    def run(self, kind: Kind, work: Callable[[], Any], topic: str = "") -> Any:
+    def run(self, kind: Kind, work: Callable[[Size], Any], topic: str = "", size: Size | None = None) -> Any:
         """Carry out `work` in the thread, when it is its turn. One caller at a time.
 
         Args:
+            work: is given the size that all have agreed upon.
             topic: of a call for all ranks: it runs when all want the same.
+            size: what this leader wants.
+
+        Returns:
+            What `work` gives; None, without it, if a recorded call was wanted and cannot be now.
 
         Raises:
             RankLost: the thread failed, now or before. UserError: raised by `work`, or others did not come.
         """
         until = time.monotonic() + TOGETHER_SECONDS if kind is Kind.ALL else float("inf")
-        job = _Job(kind, work, topic, until=until)
+        job = _Job(kind, work, topic, size or Size(), until=until)
         with self._wanted:
             while self._job is not None and self._failure is None:
                 self._wanted.wait()
@@ -116,7 +142,7 @@ class Lockstep:
     def close(self, last: Callable[[], None]) -> None:
         """End the thread, after `last`."""
         if self._failure is None and self._thread.is_alive():
-            self.run(Kind.END, last)
+            self.run(Kind.END, lambda _: last())
             self._thread.join()
 
     # ------------------------------------------------------------------ the thread
@@ -145,7 +171,7 @@ class Lockstep:
         job = self._next(0.0 if self._leaders is not None else TICK_SECONDS)
         if self._leaders is None or (job is not None and job.kind is Kind.LOCAL):
             if job is not None:
-                self._carry_out(job)
+                self._carry_out(job, job.size)
             else:
                 self._keep_in_touch()
             return job is None or job.kind is not Kind.END
@@ -154,8 +180,13 @@ class Lockstep:
             job.done.set_exception(UserError("the other ranks were not asked for the same", "Ask all of them"))
             return True
         busy = time.monotonic() - self._called < SOON_SECONDS
-        kind = self._agree(job.kind if job is not None else Kind.SOON if busy else Kind.IDLE, job.topic if job else "")
-        if kind is Kind.SOON:
+        kind, size = self._agree(job or _Job(Kind.SOON if busy else Kind.IDLE, lambda _: None))
+        if size is None:  # the call that was chosen would be recorded by some, and plain of others
+            if job is not None and job.kind is kind and job.size.form:
+                self._drop(job)
+                job.done.set_result(None)
+                self._called = time.monotonic()
+        elif kind is Kind.SOON:
             if job is None:
                 self._next(LOOK_SECONDS)
         elif kind is Kind.IDLE:
@@ -166,24 +197,34 @@ class Lockstep:
             else:
                 time.sleep(pause)  # it waits for the others
         elif job is not None and job.kind is kind:
-            self._carry_out(job)
+            self._carry_out(job, size)
             self._called = time.monotonic()
             return kind is not Kind.END
         else:
-            self._empty(kind is Kind.DRAFT)
+            self._empty(kind is Kind.DRAFT, size)
             self._said = self._ran = time.monotonic()
         return True
 
-    def _agree(self, own: Kind, topic: str) -> Kind:
-        """What runs now, by what all want."""
-        wanted = torch.zeros(self._leaders.size(), 2, dtype=torch.int64)  # type: ignore[union-attr]
-        wanted[self._leaders.rank()] = torch.tensor([own, crc32(topic.encode())])  # type: ignore[union-attr]
-        dist.all_reduce(wanted, group=self._leaders)
-        kinds, topics = {Kind(k) for k in wanted[:, 0].tolist()}, set(wanted[:, 1].tolist())
-        for kind in (Kind.SOON, Kind.DRAFT, Kind.TRUNK):
-            if kind in kinds:
-                return kind
-        return kinds.pop() if len(kinds) == len(topics) == 1 else Kind.IDLE
+    def _agree(self, own: _Job) -> tuple[Kind, Size | None]:
+        """What runs now, by what all want, and how large; None if they want different ones."""
+        assert self._leaders is not None
+        said = own.kind, crc32(own.topic.encode()), own.size.form, own.size.rows, own.size.pages, self.recorded
+        heard = torch.zeros(self._leaders.size(), len(said), dtype=torch.int64)
+        heard[self._leaders.rank()] = torch.tensor(said)
+        dist.all_reduce(heard, group=self._leaders)
+        rows = heard.tolist()
+        kinds, recorded = {Kind(row[0]) for row in rows}, [row[5] for row in rows]
+        alike = len(kinds) == len({row[1] for row in rows}) == 1
+        first = [kind for kind in (Kind.SOON, Kind.DRAFT, Kind.TRUNK) if kind in kinds]
+        kind = first[0] if first else kinds.pop() if alike else Kind.IDLE
+        wanted = [Size(*row[2:5]) for row in rows if row[0] == kind] or [Size()]
+        form = wanted[0].form
+        if any(size.form != form for size in wanted) or (form and not all(mask >> form & 1 for mask in recorded)):
+            return kind, None
+        if (form or kind is Kind.ALL) and recorded != self._all_recorded:
+            self._all_recorded = recorded
+            self._renew()
+        return kind, Size(form, max(size.rows for size in wanted), max(size.pages for size in wanted))
 
     def _next(self, patience: float) -> _Job | None:
         with self._wanted:
@@ -191,10 +232,10 @@ class Lockstep:
                 self._wanted.wait(patience)
             return self._job
 
-    def _carry_out(self, job: _Job) -> None:
+    def _carry_out(self, job: _Job, size: Size) -> None:
         self._said = self._ran = time.monotonic()
         try:
-            result = job.work()
+            result = job.work(size)
         except UserError as error:  # all ranks have agreed on it
             self._drop(job)
             job.done.set_exception(error)

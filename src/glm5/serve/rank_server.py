@@ -69,10 +69,8 @@ def check_options(options: RankOptions) -> None:
         ConfigError: it cannot.
     """
     check(options.mesh, ModelConfig.load(options.checkpoint))
-    for axis in ("ep", "cp"):
-        if options.engine.invariant and getattr(options.mesh, axis) > 1:
-            rule = "goes with --invariant on the axes tp and dp only: leave one of them out"
-            raise ConfigError(f"mesh.{axis}", getattr(options.mesh, axis), rule)
+    if options.engine.invariant and options.mesh.cp > 1:
+        raise ConfigError("mesh.cp", options.mesh.cp, "does not go with --invariant: leave one of them out")
     if options.device.startswith("cuda:"):
         raise ConfigError("device", options.device, "each process takes a GPU of its own: give cuda")
 

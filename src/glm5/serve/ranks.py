@@ -38,7 +38,7 @@ from glm5.parallel.mesh import World
 from glm5.serve import invariant
 from glm5.serve.client import WeightUpdate
 from glm5.serve.graphs import Graphs, Outputs
-from glm5.serve.lockstep import Kind, Lockstep
+from glm5.serve.lockstep import Kind, Lockstep, Size
 from glm5.serve.rank_graphs import LedGraphs, Recordings
 from glm5.serve.split import SplitBatch
 from glm5.serve.weights import WeightSource
@@ -92,6 +92,7 @@ class Member:
         while True:
             name, args = self.hear()
             if name == "end":
+                self.recordings.forget()
                 return
             with suppress(UserError):  # all ranks have agreed on it, and the leader raises it, too
                 getattr(self, name)(*args)
@@ -127,7 +128,8 @@ class Member:
         """The leader is there, and has nothing to do."""
 
     def pages(self, count: int, host: int, options: Mapping[str, Any]) -> None:
-        """Make pages."""
+        """Make pages. What was recorded with others is forgotten."""
+        self.recordings.forget()
         self.cache = PagedCache(self.model.config, count, host, device=self.model.device, **options)
 
     def copy(self, kind: str, source: int, target: int) -> None:
@@ -142,19 +144,23 @@ class Member:
         """See `PagedCache.resume`."""
         PagedCache.resume(self._cache)
 
-    def record(self, limits: Mapping[str, Any]) -> int:
-        """Begin to record steps of one kind; its number."""
-        return self.recordings.add(self, limits)
+    def record(self, form: int, limits: Mapping[str, Any]) -> None:
+        """Begin to record steps of one form."""
+        self.recordings.add(form, self, limits)
+
+    def renew(self) -> None:
+        """Record all steps again: another leader's ranks have to."""
+        self.recordings.renew()
 
     @torch.inference_mode()
-    def warm(self, number: int) -> None:
+    def warm(self, form: int) -> None:
         """See `Graphs.warm`."""
-        self.recordings[number].warm()
+        self.recordings[form].warm()
 
     @torch.inference_mode()
     def recorded(
         self,
-        number: int,
+        size: Size,
         runs: Sequence[Run],
         ids: Sequence[Sequence[int]],
         reads: bool = False,
@@ -167,17 +173,18 @@ class Member:
             counts = [run.count for run in runs]
             shape = sum(counts), self.model.config.hidden_size
             hidden = self._sent(sent, shape, self.model.dtype).split(counts)
-        return self.recordings[number](runs, ids, hidden)
+        return self.recordings[size.form].run((size.rows, size.pages), runs, ids, hidden)
 
-    def forget_recorded(self, number: int) -> None:
+    def forget_recorded(self, form: int) -> None:
         """Give the memory of recordings back."""
-        self.recordings.forget(number)
+        self.recordings.forget(form)
         if self.model.device.type == "cuda":
             torch.cuda.empty_cache()
 
     @torch.inference_mode()
     def hidden(
         self,
+        size: Size,
         runs: Sequence[Run],
         traced: bool = False,
         sent: Tensor | None = None,
@@ -189,7 +196,7 @@ class Member:
         ids = self._sent(sent, (1, len(batch.row_N)), torch.int64)
         ranks = self.context.size()
         if ranks == 1 or len(batch.row_N) < SPLIT_FROM * ranks or traced:
-            with self._operators():
+            with self._operators(), self._room(size):
                 return GLM5.hidden(self.model, ids, cache=batch, trace=trace)
         piece = SplitBatch(batch, self.context)
         hidden = piece.gather(GLM5.hidden(self.model, piece.share(ids), cache=piece))
@@ -198,7 +205,11 @@ class Member:
 
     @torch.inference_mode()
     def draft(
-        self, runs: Sequence[Run], sent: tuple[Tensor, Tensor] | None = None, batch: PagedBatch | None = None
+        self,
+        size: Size,
+        runs: Sequence[Run],
+        sent: tuple[Tensor, Tensor] | None = None,
+        batch: PagedBatch | None = None,
     ) -> Tensor:
         """`GLM5.draft_hidden` in pages."""
         batch = batch or PagedBatch(self._cache, runs, first=1)
@@ -222,9 +233,13 @@ class Member:
         return torch.cat(parts, -1) if parts is not None else None
 
     @torch.inference_mode()
-    def empty(self, draft: bool) -> None:
+    def empty(self, size: Size, draft: bool) -> None:
         """Take part in the exchanges of a call that another leader makes."""
-        self.share.run_empty(self.model, draft=draft)
+        if size.form:
+            self.recordings[size.form].run((size.rows, size.pages), (), ())
+            return
+        with nullcontext() if draft else self._operators(), nullcontext() if draft else self._room(size):
+            self.share.run_empty(self.model, draft=draft)
 
     def load(self, path: str) -> None:
         """Read other weights from disk: all ranks, or none.
@@ -285,6 +300,10 @@ class Member:
     def _operators(self) -> AbstractContextManager[None]:
         return invariant.operators(self.model) if self.share.ordered else nullcontext()
 
+    def _room(self, size: Size) -> AbstractContextManager[None]:
+        """Ordered sums of experts are those of exchanges with room for as many tokens of everybody."""
+        return self.share.with_room(size.rows if self.share.ordered else None)
+
     @property
     def _cache(self) -> PagedCache:
         assert self.cache is not None, "the engine makes pages first"
@@ -327,7 +346,8 @@ class Leader:
         self._steps = Lockstep(
             leaders=member.leaders if share.ep > 1 else None,
             tick=lambda: member.tell("tick"),
-            empty=self._empty,
+            empty=lambda draft, size: self._all("empty", size, draft),
+            renew=lambda: self._all("renew"),
             lost=lost,
             device=member.model.device,
         )
@@ -337,8 +357,8 @@ class Leader:
         self.model.leader = self.model.lm_head.leader = self  # type: ignore[assignment]
         self.weights: WeightSource = LedWeights(self)
         self.pages: Callable[..., PagedCache] = self._make_pages
-        # Exchanges of spread experts have sizes that the host must know: such steps cannot be recorded.
-        self.graphs: Callable[..., Graphs] | None = self._make_graphs if share.ep == 1 else None
+        self.graphs: Callable[..., Graphs] = self._make_graphs
+        self.widest = Kind.ALL if share.ep > 1 else Kind.LOCAL  # of a call that all whom experts tie together must make
         mesh = member.share.world.mesh
         self.sizes: Mapping[str, int] = {"tp": mesh.tp, "cp": mesh.cp, "dp": mesh.dp, "ep": mesh.ep}
 
@@ -349,15 +369,23 @@ class Leader:
             RankLost: another rank is gone. UserError: the call's own.
         """
 
-        def work() -> Any:
-            self.member.tell(name, *args)
-            return getattr(self.member, name)(*args, **sent)
+        topic = f"{name} {args}" if kind is Kind.ALL else ""
+        return self._steps.run(kind, lambda _: self._all(name, *args, **sent), topic)
 
-        return self._steps.run(kind, work, f"{name} {args}" if kind is Kind.ALL else "")
+    def step(self, kind: Kind, size: Size, name: str, *args: Any, **sent: Any) -> Any:
+        """The same of a call in which other leaders' experts take part: its first argument is the size that all agree
+        upon. None where a recorded one was wanted, and cannot be."""
+        return self._steps.run(kind, lambda agreed: self._all(name, agreed, *args, **sent), size=size)
 
     def together(self, topic: str, work: Callable[[], Any]) -> Any:
         """Run `work` in the thread that communicates, when all leaders want the same."""
-        return self._steps.run(Kind.ALL, work, topic)
+        return self._steps.run(Kind.ALL, lambda _: work(), topic)
+
+    def _all(self, name: str, *args: Any, **sent: Any) -> Any:
+        self.member.tell(name, *args)
+        found = getattr(self.member, name)(*args, **sent)
+        self._steps.recorded = self.member.recordings.state
+        return found
 
     def _make_pages(self, config: ModelConfig, count: int, host: int = 0, **options: Any) -> PagedCache:
         """As `PagedCache`, on all ranks, each on its own device."""
@@ -375,10 +403,7 @@ class Leader:
     def close(self) -> None:
         """Let the followers go. Where experts are spread, this returns when all leaders close."""
         self._steps.close(lambda: self.member.tell("end"))
-
-    def _empty(self, draft: bool) -> None:
-        self.member.tell("empty", draft)
-        self.member.empty(draft)
+        self.member.recordings.forget()  # before the groups end, whose calls they hold
 
 
 class LedGLM5(GLM5):
@@ -389,14 +414,14 @@ class LedGLM5(GLM5):
     def hidden(self, input_ids: Tensor, *, cache: Any = None, trace: Trace | None = None, **_: Any) -> Tensor:
         """See `GLM5.hidden`; in pages only."""
         runs = tuple(cache.runs)
-        seen = dict(sent=input_ids, batch=cache, trace=trace)
-        out: Tensor = self.leader.do("hidden", runs, trace is not None, kind=Kind.TRUNK, **seen)
+        seen, size = dict(sent=input_ids, batch=cache, trace=trace), Size(rows=input_ids.shape[1])
+        out: Tensor = self.leader.step(Kind.TRUNK, size, "hidden", runs, trace is not None, **seen)
         return out
 
     def draft_hidden(self, hidden_BTD: Tensor, next_ids: Tensor, cache: Any, *_: Any, **__: Any) -> Tensor:
         """See `GLM5.draft_hidden`; in pages only."""
-        runs = tuple(cache.runs)
-        out: Tensor = self.leader.do("draft", runs, kind=Kind.DRAFT, sent=(hidden_BTD, next_ids), batch=cache)
+        seen = dict(sent=(hidden_BTD, next_ids), batch=cache)
+        out: Tensor = self.leader.step(Kind.DRAFT, Size(), "draft", tuple(cache.runs), **seen)
         return out
 
 
