@@ -390,7 +390,7 @@ def test_no_bit_depends_on_the_batch_over_ranks(
     results = [found for found in run_ranks(size, mesh, _invariant, checkpoints[0]) if found is not None]
     assert len(results) == Mesh.parse(mesh).dp
     bits: dict[tuple[int, ...], Any] = {}  # the same prompt's, by whichever engine
-    for some, alone, together, recorded, steps in results:
+    for some, alone, together, recorded, _ in results:
         same(alone, [expected["plain"][prompts().index(ids)] for ids in some])
         assert together == alone
         assert recorded == alone

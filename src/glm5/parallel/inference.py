@@ -3,11 +3,11 @@
 Tensor parallel, over the axis `tp`: a rank has some heads of attention and a share of every feed-forward's inner width,
 the routed experts' included, so that a layer has two sums, one after attention and one after the feed-forward. Expert
 parallel, over the axis `ep`: a rank has some of the experts, whole or by its share of their width, and tokens travel to
-them and back (`expert`), or, where sizes must be known beforehand or sums keep to one order, every rank reads all
-tokens and answers with its experts' part of each one's sum. The head is divided by its rows; whoever wants logits brings the parts together. MLA's
-low-rank projections, the indexer, the router, the norms and the embedding are whole on every rank: the ranks of a `tp`
-group read the same tokens, compute the same latent rows, scores and selections from the same bits, and keep pages of
-their own.
+them and back (`expert`); or, where sizes must be known beforehand or sums keep to one order, every rank reads all
+tokens, and answers with its experts' part of each one's sum. The head is divided by its rows; whoever wants logits
+brings the parts together. MLA's low-rank projections, the indexer, the router, the norms and the embedding are whole on
+every rank: the ranks of a `tp` group read the same tokens, compute the same latent rows, scores and selections from the
+same bits, and keep pages of their own.
 
 `tensor`, `expert` and `shard` divide a model that trains: as DTensors, with gradients. Read next: `glm5.serve.ranks`.
 """

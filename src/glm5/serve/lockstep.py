@@ -1,15 +1,17 @@
 """One thread that communicates: a leader's calls, one after the other, and in step with other leaders' calls.
 
 A call that other leaders' experts take part in can only run when they do, too. So before each one all leaders say what
-they want (a few numbers each, gathered over gloo), and all take the same choice: drafts if anybody wants drafts, otherwise
-the trunk if anybody wants it. Those who want that make their call; the others run the same exchanges without rows, and
-say again what they want. A recorded call (`rank_graphs`) is one where all who make a call want that recording, in the
-largest of the sizes that they want; where another wants a plain call, they are told so, and come again with theirs. What
-is recorded contains exchanges, so all make new recordings when one of them has lost its own. So that busy leaders meet instead of taking turns, one whose last call has ended just now, and
-who samples or schedules, is waited for, at most `SOON_SECONDS`. Steps of different length, different numbers of drafts
-and idle leaders need nothing else. What concerns all ranks' weights (`ALL`) runs when
-everybody wants it. A round in which nothing runs is followed by a pause of `PAUSE_SECONDS`, after idle seconds of
-`LONG_PAUSE_SECONDS`: so long may a request wait for leaders that have nothing to do.
+they want (a few numbers each, gathered over gloo), and all take the same choice: drafts if anybody wants drafts,
+otherwise the trunk if anybody wants it. Those who want that make their call; the others run the same exchanges without
+rows, and say again what they want. So that busy leaders meet instead of taking turns, one whose last call has ended
+just now, and who samples or schedules, is waited for, at most `SOON_SECONDS`. Steps of different length, different
+numbers of drafts and idle leaders need nothing else. What concerns all ranks' weights (`ALL`) runs when everybody wants
+it. A round in which nothing runs is followed by a pause of `PAUSE_SECONDS`, after idle seconds of `LONG_PAUSE_SECONDS`:
+so long may a request wait for leaders that have nothing to do.
+
+A recorded call (`rank_graphs`) runs where all who make a call want that recording, in the largest of the sizes that
+they want; otherwise they are told that it cannot be, and come again with a plain call. Exchanges are recorded, too, so
+all record anew when one of them has lost its recordings.
 
 Without other leaders calls run as they come. Either way followers hear of their leader every `TICK_SECONDS`. Read next:
 `ranks`.
@@ -85,12 +87,9 @@ class Lockstep:
         leaders: the leaders that keep step; None where there is nothing to share.
         tick: called when there was nothing to do for a while.
         empty: takes part in others' calls, of the MTP block (True) or of the trunk, of that size.
+        recorded: which recordings this leader has: bit `form` of each, and above these bits how often that changed.
         renew: called before a call where a leader's recordings are others than before.
         lost: called once, when a call failed, with what happened. device: of the calls.
-
-    Attributes:
-        recorded: which recordings this leader has, bit `form` of each, and above these bits how often that changed. Set
-            in the thread's calls.
     """
 
     def __init__(
@@ -99,13 +98,13 @@ class Lockstep:
         leaders: dist.ProcessGroup | None,
         tick: Callable[[], None],
         empty: Callable[[bool, Size], None],
-        renew: Callable[[], None] = lambda: None,
+        recorded: Callable[[], int],
+        renew: Callable[[], None],
         lost: Callable[[str], None] | None = None,
         device: torch.device | None = None,
     ) -> None:
         self._leaders, self._tick, self._empty, self._lost = leaders, tick, empty, lost
-        self._renew, self._device = renew, device
-        self.recorded = 0
+        self._recorded, self._renew, self._device = recorded, renew, device
         self._all_recorded: list[int] = []
         self._wanted = threading.Condition()
         self._job: _Job | None = None
@@ -208,7 +207,7 @@ class Lockstep:
     def _agree(self, own: _Job) -> tuple[Kind, Size | None]:
         """What runs now, by what all want, and how large; None if they want different ones."""
         assert self._leaders is not None
-        said = own.kind, crc32(own.topic.encode()), own.size.form, own.size.rows, own.size.pages, self.recorded
+        said = own.kind, crc32(own.topic.encode()), own.size.form, own.size.rows, own.size.pages, self._recorded()
         heard = torch.zeros(self._leaders.size(), len(said), dtype=torch.int64)
         heard[self._leaders.rank()] = torch.tensor(said)
         dist.all_reduce(heard, group=self._leaders)

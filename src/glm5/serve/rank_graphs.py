@@ -73,7 +73,7 @@ class Recordings:
 
     @property
     def state(self) -> int:
-        """See `Lockstep.recorded`."""
+        """Which there are, as `Lockstep` compares them."""
         return sum(1 << form for form in self._made if form < FORMS) + (self._changes << FORMS)
 
     def renew(self) -> None:

@@ -347,6 +347,7 @@ class Leader:
             leaders=member.leaders if share.ep > 1 else None,
             tick=lambda: member.tell("tick"),
             empty=lambda draft, size: self._all("empty", size, draft),
+            recorded=lambda: member.recordings.state,
             renew=lambda: self._all("renew"),
             lost=lost,
             device=member.model.device,
@@ -383,9 +384,7 @@ class Leader:
 
     def _all(self, name: str, *args: Any, **sent: Any) -> Any:
         self.member.tell(name, *args)
-        found = getattr(self.member, name)(*args, **sent)
-        self._steps.recorded = self.member.recordings.state
-        return found
+        return getattr(self.member, name)(*args, **sent)
 
     def _make_pages(self, config: ModelConfig, count: int, host: int = 0, **options: Any) -> PagedCache:
         """As `PagedCache`, on all ranks, each on its own device."""
