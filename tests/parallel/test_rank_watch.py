@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import io
 import os
 import time
+from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -119,6 +121,52 @@ def test_a_rank_that_stands_still_is_named_with_its_stack(tmp_path: Path) -> Non
     assert "step 7, 0 rows, for" in stacks
     assert "_read_a_broken_disk" in stacks
     assert "barrier" in (tmp_path / "rank-00000.txt").read_text()
+
+
+class _First:
+    """The first of three ranks, the others of which are files."""
+
+    rank, size, main = 0, 3, True
+
+    def barrier(self) -> None: ...
+
+
+def test_a_rank_that_waits_for_one_that_gets_on_does_not_stand_still(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(watch, "LOOK", 0.02)
+    watching = watch.Watch(_First(), tmp_path, 1e9, io.StringIO())  # type: ignore[arg-type]
+    try:
+        # A hang that was told is not told again in the next phase.
+        watching.at(7, "0 rows")
+        watching._write("hang", 1)
+        stacks = tmp_path / "rank-00000.txt"
+        _until(stacks.exists)
+        watching.at(8, "0 rows")
+        beat = watching._all_pulses()[0][0]
+        _until(lambda: watching._all_pulses()[0][0] > beat + 12)
+        assert stacks.read_text().count("0 rows, for") == 1
+        watching._write("hang", 2)  # another one is
+        _until(lambda: stacks.read_text().count("0 rows, for") == 2)
+    finally:
+        watching.close()
+    watching.hang_seconds = 300.0
+    for ages, stands in (((400, 301, 500), True), ((400, 2, 500), False), ((400, 500, 299), False)):
+        for rank, age in enumerate(ages):
+            watching._write(f"rank-{rank:05d}", [1, 7, "0 rollouts", age, False, "draw"])
+        assert watching._stands(400) == stands
+    assert not watching._stands(299)
+    watching.beat()
+    assert time.monotonic() - watching._since < 60
+    watching.at(-1, "4 end")
+    assert not watching._stands(400)
+
+
+def _until(holds: Callable[[], bool]) -> None:
+    end = time.monotonic() + 60
+    while not holds():
+        assert time.monotonic() < end
+        time.sleep(0.01)
 
 
 def _differ(world: World, configuration: dict[str, Any]) -> str:

@@ -3,9 +3,9 @@
 A thread of every rank keeps a small file in the run's directory, beside all collectives: its pulse, and what its rank
 is doing. A rank that raises leaves the cause there; rank 0 prints it with the rank's name and ends, and so do the
 others, who would wait for the lost one until their time-outs. A rank that dies without a word is missed by its pulse;
-if that is rank 0, rank 1 says so. Where a rank does not get on for `hang_seconds`, all write stack traces, and rank 0
-says who is behind and in which line. The launcher then starts all ranks again if it was told to (`--restarts`, or
-torchrun's `--max-restarts`). Read next: `glm5.train.pretrain`.
+if that is rank 0, rank 1 says so. Where no rank gets on for `hang_seconds`, all write stack traces, and rank 0 says who
+is behind and in which line: a rank that waits for one that gets on does not stand still. The launcher then starts all
+ranks again if it was told to (`--restarts`, or torchrun's `--max-restarts`). Read next: `glm5.train.pretrain`.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class Watch:
     Args:
         world: whose ranks all make one.
         directory: for the files, which all ranks see; emptied first.
-        hang_seconds: without `at` being called, after which a rank stands still.
+        hang_seconds: without `at` or `beat` being called on any rank, after which all stand still.
         out: where rank 0 says what happened.
     """
 
@@ -60,6 +60,7 @@ class Watch:
                 file.unlink()
         world.barrier()
         self._doing, self._since, self._told = (-1, "0 start"), time.monotonic(), False
+        self._hangs = 0  # that were told
         self._pulses: dict[int, tuple[Any, float]] = {}
         self._end = threading.Event()
         self._thread = threading.Thread(target=self._run, daemon=True, name="watch")
@@ -68,6 +69,10 @@ class Watch:
     def at(self, step: int, phase: str) -> None:
         """This rank begins a phase, "number name", of a step; outside of steps, -1, nothing is timed."""
         self._doing, self._since, self._told = (step, phase), time.monotonic(), False
+
+    def beat(self) -> None:
+        """This rank gets on in the phase that it is in. From any thread."""
+        self._since, self._told = time.monotonic(), False
 
     def fail(self, error: BaseException) -> UserError | None:
         """Leave word of this rank's failure, and wait a little for rank 0 to tell it.
@@ -118,9 +123,9 @@ class Watch:
                 failed = self._read("failed")
                 if failed:
                     self._heard(*failed)
-                stands = (age > self.hang_seconds and self._doing[0] >= 0) or self._read("hang")
-                if stands and not self._told:
-                    self._told = True
+                hangs = self._read("hang") or 0
+                if hangs > self._hangs or (not self._told and self._stands(age)):
+                    self._told, self._hangs = True, max(hangs, self._hangs + 1)
                     self._hang()
                 if self.world.rank < 2:
                     self._miss()
@@ -147,9 +152,15 @@ class Watch:
             elif now - self._pulses[rank][1] > (SILENCE if rank else PATIENCE * SILENCE):
                 self._write("failed", [rank, DEAD, MEND])
 
+    def _stands(self, age: float) -> bool:
+        """Whether no rank gets on; `age` is this rank's."""
+        if age <= self.hang_seconds or self._doing[0] < 0:
+            return False
+        return all(pulse[3] > self.hang_seconds for pulse in self._all_pulses().values())
+
     def _hang(self) -> None:
         """Write this rank's stack traces; on rank 0 also say who is behind."""
-        self._write("hang", True)
+        self._write("hang", self._hangs)
         with (self.directory / f"rank-{self.world.rank:05d}.txt").open("a") as f:
             f.write(f"step {self._doing[0]}, {self._doing[1]}, for {time.monotonic() - self._since:.0f} s\n")
             f.flush()

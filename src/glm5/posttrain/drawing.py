@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import hashlib
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -60,6 +60,7 @@ class Drawing:
 
     Args:
         seed: of the run. greedy: the likeliest answers. tool: what the model may call; None is nothing.
+        beat: called after each of the engine's steps.
     """
 
     def __init__(
@@ -71,9 +72,10 @@ class Drawing:
         seed: int,
         greedy: bool,
         tool: PythonTool | None,
+        beat: Callable[[], None],
     ) -> None:
         self.engine, self.tokenizer, self.config, self.tool = engine, tokenizer, config, tool
-        self.seed, self.greedy = seed, greedy
+        self.seed, self.greedy, self.beat = seed, greedy, beat
         self.replays = config.router_replay and not greedy
         self._turns: defaultdict[str, list[Turn]] = defaultdict(list)
 
@@ -90,6 +92,7 @@ class Drawing:
                 self._turns[rid].append(turn)
             self._ask(rid, group.prompt_ids, self.config.max_new_tokens, len(group.samples))
         while self.engine.has_work or (self.tool is not None and self.tool.busy):
+            self.beat()
             if self.engine.has_work:
                 for delta in self.engine.step():
                     turn = self._turns[delta.rid][delta.index]

@@ -235,6 +235,8 @@ def general(config: GeneralConfig, say: Say = print) -> Reasoned:
             hybrid = rollouts.ranks.on_main(judges)
             if hybrid is not None:
                 rollouts.judges = hybrid
+                if hybrid.judge is not None:
+                    hybrid.judge.endpoint.beat = rollouts.ranks.beat
             learner = Generalist(config.learn, model, config.loss, rollouts, run, digest(prompts.train))
             learner.order, learner.pages = prompts.order, config.page_every
             learner.hybrid, learner.monitors = hybrid, Monitors(config.monitors)

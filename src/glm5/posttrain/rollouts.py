@@ -265,6 +265,8 @@ class Rollouts:
         self.engine = Engine(served, settings, tokenizer)
         self.tool = PythonTool(config.tool_timeout, config.tool_sessions) if config.tool == "python" else None
         self.judges: Judges = self._verified
+        if pool is not None:
+            pool.beat = self.ranks.beat
         self.seconds: defaultdict[str, float] = defaultdict(float)
 
     @property
@@ -321,7 +323,7 @@ class Rollouts:
         began, config = time.perf_counter(), self.config
         count = 1 if greedy else config.group
         groups = [Group(number, p, self.ids(p), [Sample() for _ in range(count)]) for number, p in wanted]
-        how: dict[str, Any] = dict(seed=self.seed, greedy=greedy, tool=self.tool)
+        how: dict[str, Any] = dict(seed=self.seed, greedy=greedy, tool=self.tool, beat=self.ranks.beat)
         Drawing(self.engine, self.tokenizer, config, **how)(groups)
         self.seconds["rollout"] += time.perf_counter() - began
         return groups

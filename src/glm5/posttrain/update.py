@@ -9,6 +9,7 @@ reads its share of them; the model is whole on each, which step by the sum of al
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 import torch
@@ -63,10 +64,12 @@ def free(model: GLM5, ranks: Ranks) -> None:
         reshard(model)
 
 
-def own_micro_batches(rows: PolicyRows, size: int, ranks: Ranks) -> list[list[int]]:
-    """This rank's of all, by their rows' numbers."""
+def own_micro_batches(rows: PolicyRows, size: int, ranks: Ranks) -> Iterator[list[int]]:
+    """This rank's of all, by their rows' numbers. A batch may take long, so that each tells the watch."""
     place = 0 if ranks.world is None else ranks.world.place("dp")
-    return micro_batches(len(rows), size, ranks.count("dp"))[place]
+    for numbers in micro_batches(len(rows), size, ranks.count("dp"))[place]:
+        ranks.beat()
+        yield numbers
 
 
 class PolicyUpdate:

@@ -137,6 +137,7 @@ class Endpoint:
         self._reserved = 0
         self._failed = 0  # questions in a row
         self._known: dict[str, Any] = {}
+        self.beat: Callable[[], None] = lambda: None  # called after each question
         if journal is not None and journal.exists():
             self._read(journal)
 
@@ -316,6 +317,7 @@ class Endpoint:
             line = json.dumps({"key": key, "reply": reply, "tokens": spent, "calls": calls})
             with file_errors(self.journal, "write"), self.journal.open("a", encoding="utf-8") as file:
                 file.write(line + "\n")
+        self.beat()
         async with self._settled:
             self._settled.notify_all()
 

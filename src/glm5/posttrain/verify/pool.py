@@ -18,7 +18,7 @@ import tempfile
 import threading
 import time
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -50,7 +50,8 @@ class VerifierPool:
     Args:
         workers: checks at a time. timeout_s: of one check. memory_mib: that one worker may take.
 
-    `counts` says what came of all checks: right, wrong, partly, and the causes of there being no verdict.
+    `counts` says what came of all checks: right, wrong, partly, and the causes of there being no verdict. `beat` is
+    called after each check of many.
     """
 
     def __init__(self, workers: int = 2, timeout_s: float = 10.0, memory_mib: int = 4096) -> None:
@@ -60,6 +61,7 @@ class VerifierPool:
             raise ConfigError("timeout_s", timeout_s, "must be above 0")
         self.workers, self.timeout_s, self.memory_mib = workers, timeout_s, memory_mib
         self.counts: Counter[str] = Counter()
+        self.beat: Callable[[], None] = lambda: None
         self._lock = threading.Lock()
         self._free: queue.Queue[_Worker] = queue.Queue()
         self._all = [_Worker(memory_mib << 20, timeout_s) for _ in range(workers)]
@@ -96,7 +98,11 @@ class VerifierPool:
 
     def check_all(self, tasks: Sequence[Task]) -> list[Verdict]:
         """Verdicts on many, in their order."""
-        return list(self._threads.map(self.check, tasks))
+        found = []
+        for verdict in self._threads.map(self.check, tasks):
+            found.append(verdict)
+            self.beat()
+        return found
 
     def close(self) -> None:
         """End all workers."""
