@@ -118,6 +118,7 @@ template <int N> __device__ __forceinline__ void pin(float (&d)[N]) {
 #define HOPPER_8(d, o) "+f"(d[o]), "+f"(d[o + 1]), "+f"(d[o + 2]), "+f"(d[o + 3]), "+f"(d[o + 4]), "+f"(d[o + 5]), \
     "+f"(d[o + 6]), "+f"(d[o + 7])
 #define HOPPER_16(d, o) HOPPER_8(d, o), HOPPER_8(d, o + 8)
+#define HOPPER_32(d, o) HOPPER_16(d, o), HOPPER_16(d, o + 16)
 
 // d[64 x 48] (+)= A[64 x 16] B[48 x 16]^T, A in registers, B K-major in shared memory.
 __device__ __forceinline__ void mma_n48(float (&d)[24], const uint32_t* a, uint64_t b, int accumulate) {
@@ -149,7 +150,7 @@ __device__ __forceinline__ void mma_n128(float (&d)[64], uint64_t a, uint64_t b,
         "%32,%33,%34,%35,%36,%37,%38,%39,%40,%41,%42,%43,%44,%45,%46,%47,"
         "%48,%49,%50,%51,%52,%53,%54,%55,%56,%57,%58,%59,%60,%61,%62,%63}, "
         "%64, %65, p, 1, 1, 0, 0;\n}\n"
-        : HOPPER_16(d, 0), HOPPER_16(d, 16), HOPPER_16(d, 32), HOPPER_16(d, 48)
+        : HOPPER_32(d, 0), HOPPER_32(d, 32)
         : "l"(a), "l"(b), "r"(accumulate));
 }
 // d[64 x 128] (+)= A[64 x 32] B[128 x 32]^T of e4m3, both K-major in shared memory.
@@ -162,7 +163,7 @@ __device__ __forceinline__ void mma_n128_fp8(float (&d)[64], uint64_t a, uint64_
         "%32,%33,%34,%35,%36,%37,%38,%39,%40,%41,%42,%43,%44,%45,%46,%47,"
         "%48,%49,%50,%51,%52,%53,%54,%55,%56,%57,%58,%59,%60,%61,%62,%63}, "
         "%64, %65, p, 1, 1;\n}\n"
-        : HOPPER_16(d, 0), HOPPER_16(d, 16), HOPPER_16(d, 32), HOPPER_16(d, 48)
+        : HOPPER_32(d, 0), HOPPER_32(d, 32)
         : "l"(a), "l"(b), "r"(accumulate));
 }
 

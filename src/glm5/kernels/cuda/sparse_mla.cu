@@ -42,8 +42,7 @@ static_assert(sizeof(Shared) <= 227 * 1024, "shared memory of one block");
 static_assert(kHeads * kKeys * 2 <= kChunkBytes, "P takes the place of the rotary columns");
 
 // d[64 x 256] += A[64 x 16] B[16 x 256], A K-major and B MN-major, both in shared memory.
-#define ACC_128(d) HOPPER_16(d, 0), HOPPER_16(d, 16), HOPPER_16(d, 32), HOPPER_16(d, 48), HOPPER_16(d, 64), HOPPER_16(d, 80), \
-    HOPPER_16(d, 96), HOPPER_16(d, 112)
+#define ACC_128(d) HOPPER_32(d, 0), HOPPER_32(d, 32), HOPPER_32(d, 64), HOPPER_32(d, 96)
 #define NAMES_128 "{%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,%12,%13,%14,%15,%16,%17,%18,%19,%20,%21,%22,%23,%24,%25,%26," \
     "%27,%28,%29,%30,%31,%32,%33,%34,%35,%36,%37,%38,%39,%40,%41,%42,%43,%44,%45,%46,%47,%48,%49,%50,%51,%52,%53,%54," \
     "%55,%56,%57,%58,%59,%60,%61,%62,%63,%64,%65,%66,%67,%68,%69,%70,%71,%72,%73,%74,%75,%76,%77,%78,%79,%80,%81,%82," \
@@ -369,19 +368,8 @@ extern "C" {
 // How many clusters of `splits` blocks this device runs at once; -1 on error.
 int sparse_mla_capacity(int splits) { return capacity<Kernel>(splits); }
 
-// Returns a cudaError_t. `splits` as above, or 1; `blocks` is the persistent grid when it is 1. `table` is null, or of
-// pages of 2^page_shift rows, `pages` of them a sequence. Strides of rows in bytes, of queries in elements.
-int sparse_mla(const void* q, const void* kv, const void* selected, const void* table, void* out, void* lse, void* partial, void* stats, int queries,
-               int heads, int keys, int queries_per_batch, int pages, int page_shift, int64_t q_stride,
-               int64_t q_head_stride, int64_t kv_batch_stride, int64_t kv_stride, float scale, int splits, int blocks,
-               void* stream) {
-    const int page_mask = table ? (1 << page_shift) - 1 : INT_MAX;
-    const Params params = {static_cast<const __nv_bfloat16*>(q), static_cast<const uint8_t*>(kv),
-                           static_cast<const int*>(selected), static_cast<const int64_t*>(table),
-                           static_cast<__nv_bfloat16*>(out), static_cast<float*>(lse),
-                           static_cast<__nv_bfloat16*>(partial), static_cast<float2*>(stats), queries, heads, keys,
-                           queries_per_batch, page_shift, page_mask, q_stride, q_head_stride, kv_batch_stride, kv_stride,
-                           pages, scale * 1.4426950408889634f};
-    return launch<Kernel>(params, splits, blocks, static_cast<cudaStream_t>(stream));
+// Returns a cudaError_t. `splits` as above, or 1; `blocks` is the persistent grid when it is 1.
+int sparse_mla(const Params* params, int splits, int blocks, void* stream) {
+    return launch<Kernel>(*params, splits, blocks, static_cast<cudaStream_t>(stream));
 }
 }

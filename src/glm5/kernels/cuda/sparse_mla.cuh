@@ -2,23 +2,25 @@
 // block works on, the gather's look-ahead, the softmax of a step, and the sum over the blocks of a cluster.
 // Read next: sparse_mla.cu, sparse_mla_fp8.cu.
 #pragma once
-#include <limits.h>
-#include <stddef.h>
 
 #include <type_traits>
 #include <utility>
 
-#include "hopper.cuh"
+#include "latent.cuh"
 
 namespace mla {
 
 using namespace hopper;
+using latent::count_steps;
+using latent::kHeads;
+using latent::kValue;
+using latent::kWidth;
+using latent::pack;
 
-constexpr int kHeads = 64, kWidth = 576, kValue = 512;
 constexpr float kRescaleAbove = 8.0f;  // log2 units
 constexpr float kLn2 = 0.69314718056f;
 
-struct Params {
+struct Params {  // as `_Params` in sparse_mla.py
     const __nv_bfloat16* q;    // [N, H, 576]
     const uint8_t* kv;         // [B, S, row], or a pool of pages [R, row]; strides in bytes
     const int* selected;       // [N, K], -1 only at the end
@@ -29,7 +31,7 @@ struct Params {
     float2* stats;             // and [N, splits, 64], each row's maximum (log2 units) and sum of exp2(s - maximum)
     int queries, heads, keys, queries_per_batch, page_shift, page_mask;
     int64_t q_stride, q_head_stride, kv_batch_stride, kv_stride, table_stride;
-    float scale_log2;
+    float scale_log2;  // of logits, times log2 e
 };
 
 __device__ __forceinline__ float reduce_max(float x) {
@@ -39,22 +41,6 @@ __device__ __forceinline__ float reduce_max(float x) {
 __device__ __forceinline__ float reduce_sum(float x) {
     x += __shfl_xor_sync(~0u, x, 1);
     return x + __shfl_xor_sync(~0u, x, 2);
-}
-__device__ __forceinline__ uint32_t pack(float lo, float hi) {
-    __nv_bfloat162 v = __floats2bfloat162_rn(lo, hi);
-    return reinterpret_cast<uint32_t&>(v);
-}
-
-// Steps that hold a selected position: indices are padded only at the end.
-template <int kKeys> __device__ __forceinline__ int count_steps(const int* selected, int keys, int lane) {
-    const int steps = (keys + kKeys - 1) / kKeys;
-    int count = 0;
-#pragma unroll 1
-    for (int base = 0; base < steps; base += 32) {
-        const bool used = base + lane < steps && selected[(base + lane) * kKeys] >= 0;
-        count += __popc(__ballot_sync(~0u, used));
-    }
-    return count;
 }
 
 // A rank's steps of a query. Within a cluster the share is fixed, so that copies start without a look at the indices.

@@ -19,7 +19,19 @@ from glm5.kernels.pages import Pages
 
 HEADS, WIDTH, VALUE = 64, 576, 512
 SPLITS = (16, 12, 8, 7, 6, 5, 4, 3, 2, 1)
+LOG2E = 1.4426950408889634
 _P, _I, _L = ctypes.c_void_p, ctypes.c_int, ctypes.c_int64
+
+
+class _Params(ctypes.Structure):
+    """`mla::Params` of sparse_mla.cuh, which says what each is. Strides: of queries in elements, of rows in bytes."""
+
+    _fields_ = (
+        *((n, _P) for n in ("q", "kv", "selected", "table", "out", "lse", "partial", "stats")),
+        *((n, _I) for n in ("queries", "heads", "keys", "queries_per_batch", "page_shift", "page_mask")),
+        *((n, _L) for n in ("q_stride", "q_head_stride", "kv_batch_stride", "kv_stride", "table_stride")),
+        ("scale_log2", ctypes.c_float),
+    )
 
 
 def sparse_mla(
@@ -68,9 +80,10 @@ def sparse_mla(
     columns = ROW_BYTES if fp8 else WIDTH
     if kv_BSX.shape[0] != sequences or kv_BSX.shape[2] != columns:
         raise ValueError(f"sparse_mla: kv has shape {tuple(kv_BSX.shape)}, expected [{sequences}, S, {columns}]")
-    table, wide, shift = 0, 0, 0
+    table, wide, shift, mask = 0, 0, 0, 2**31 - 1
     if pages is not None:
         table, wide, shift = pages.table_BP.data_ptr(), pages.table_BP.shape[1], pages.size.bit_length() - 1
+        mask = pages.size - 1
         if pages.size != 1 << shift or not pages.table_BP.is_contiguous() or pages.table_BP.shape[0] != batch:
             raise ValueError(f"sparse_mla takes a contiguous table of {batch} rows and pages of a power of two")
     collapsible = batch == 1 or q_BTHX.stride(0) == queries * q_BTHX.stride(1)
@@ -103,11 +116,11 @@ def sparse_mla(
         partial, stats = work.data_ptr(), work.data_ptr() + parts * VALUE * 2
     blocks = min(rows, multiprocessors(device))
     stream = torch.cuda.current_stream(q_BTHX.device).cuda_stream
-    status = _launcher(fp8)(
+    params = _Params(
         q_BTHX.data_ptr(), kv_BSX.data_ptr(), selected_BTK.data_ptr(), table, out[0].data_ptr(), out[1].data_ptr(),
-        partial, stats, rows, heads, selected_BTK.shape[-1], queries, wide, shift, *strides, scale, splits, blocks,
-        stream,
+        partial, stats, rows, heads, selected_BTK.shape[-1], queries, shift, mask, *strides, wide, scale * LOG2E,
     )  # fmt: skip
+    status = _launcher(fp8)(ctypes.byref(params), splits, blocks, stream)
     check(status, "sparse_mla")
     return out
 
@@ -139,6 +152,6 @@ def clusters_at_once(splits: int, device: int) -> int:
 @functools.cache
 def _launcher(fp8: bool) -> Callable[..., int]:
     function = library().sparse_mla_fp8 if fp8 else library().sparse_mla
-    function.argtypes = [_P] * 8 + [_I] * 6 + [_L] * 4 + [ctypes.c_float, _I, _I, _P]
+    function.argtypes = [ctypes.POINTER(_Params), _I, _I, _P]
     function.restype = _I
     return function

@@ -55,7 +55,7 @@ __device__ __forceinline__ void mma_n192_tall(float (&d)[96], uint64_t a, uint64
         "%64,%65,%66,%67,%68,%69,%70,%71,%72,%73,%74,%75,%76,%77,%78,%79,"
         "%80,%81,%82,%83,%84,%85,%86,%87,%88,%89,%90,%91,%92,%93,%94,%95}, "
         "%96, %97, p, 1, 1, 1, 1;\n}\n"
-        : ACC_32(d, 0), ACC_32(d, 32), ACC_32(d, 64)
+        : HOPPER_32(d, 0), HOPPER_32(d, 32), HOPPER_32(d, 64)
         : "l"(a), "l"(b));
 }
 
@@ -277,7 +277,7 @@ __global__ void __launch_bounds__(512, 1) backward_kernel(const __grid_constant_
         barrier_init(smem_address(&shared.s_full), 128);
         barrier_init(smem_address(&shared.ps_empty), 4 * kWorkers);
     }
-    const int steps = count_steps(selected, params.keys, lane);
+    const int steps = count_steps<kKeys>(selected, params.keys, lane);
     __syncthreads();
 
     if (role == 0) {  // ------------------------------------------------------------------------------ copier

@@ -40,7 +40,6 @@ struct Shared {
 };
 static_assert(sizeof(Shared) <= 227 * 1024, "shared memory of one block");
 
-#define ACC_32(d, o) HOPPER_16(d, o), HOPPER_16(d, o + 16)
 // d[64 x 64] (+)= A[64 x 32] B[64 x 32]^T of e4m3, both K-major in shared memory.
 __device__ __forceinline__ void mma_n64_fp8(float (&d)[32], uint64_t a, uint64_t b, int accumulate) {
     asm volatile(
@@ -49,18 +48,7 @@ __device__ __forceinline__ void mma_n64_fp8(float (&d)[32], uint64_t a, uint64_t
         "{%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,%12,%13,%14,%15,"
         "%16,%17,%18,%19,%20,%21,%22,%23,%24,%25,%26,%27,%28,%29,%30,%31}, "
         "%32, %33, p, 1, 1;\n}\n"
-        : ACC_32(d, 0)
-        : "l"(a), "l"(b), "r"(accumulate));
-}
-// The same of bf16, A[64 x 16] B[64 x 16]^T.
-__device__ __forceinline__ void mma_n64(float (&d)[32], uint64_t a, uint64_t b, int accumulate) {
-    asm volatile(
-        "{\n.reg .pred p;\nsetp.ne.b32 p, %34, 0;\n"
-        "wgmma.mma_async.sync.aligned.m64n64k16.f32.bf16.bf16 "
-        "{%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,%12,%13,%14,%15,"
-        "%16,%17,%18,%19,%20,%21,%22,%23,%24,%25,%26,%27,%28,%29,%30,%31}, "
-        "%32, %33, p, 1, 1, 0, 0;\n}\n"
-        : ACC_32(d, 0)
+        : HOPPER_32(d, 0)
         : "l"(a), "l"(b), "r"(accumulate));
 }
 // d[first .. first + 32), 64 x 64, += A[64 x 16] B[64 x 16]^T, A in registers, B K-major in shared memory.
@@ -71,7 +59,7 @@ template <int first, int N> __device__ __forceinline__ void mma_n64(float (&d)[N
         "{%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,%12,%13,%14,%15,"
         "%16,%17,%18,%19,%20,%21,%22,%23,%24,%25,%26,%27,%28,%29,%30,%31}, "
         "{%32,%33,%34,%35}, %36, p, 1, 1, 0;\n}\n"
-        : ACC_32(d, first)
+        : HOPPER_32(d, first)
         : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b));
 }
 __device__ __forceinline__ void copy16_alone(uint32_t dst, const void* src, uint32_t bytes) {
@@ -170,7 +158,7 @@ __device__ __forceinline__ void issue_rotary(float (&d)[32], uint64_t q, uint64_
     mma_fence();
 #pragma unroll
     for (int i = 0; i < 4; ++i)
-        mma_n64(d, advance(q, 2 * kGroups * kQChunkBytes + i * 32), advance(k, kGroups * kChunkBytes + i * 32), i > 0);
+        latent::mma_n64<0>(d, advance(q, 2 * kGroups * kQChunkBytes + i * 32), advance(k, kGroups * kChunkBytes + i * 32), i > 0);
     mma_commit();
 }
 // t += d times the positions' scales.
@@ -444,20 +432,7 @@ struct Kernel {
 
 }  // namespace
 
-extern "C" {
-
 // As `sparse_mla`.
-int sparse_mla_fp8(const void* q, const void* kv, const void* selected, const void* table, void* out, void* lse, void* partial, void* stats, int queries,
-                   int heads, int keys, int queries_per_batch, int pages, int page_shift, int64_t q_stride,
-                   int64_t q_head_stride, int64_t kv_batch_stride, int64_t kv_stride, float scale, int splits, int blocks,
-                   void* stream) {
-    const int page_mask = table ? (1 << page_shift) - 1 : INT_MAX;
-    const Params params = {static_cast<const __nv_bfloat16*>(q), static_cast<const uint8_t*>(kv),
-                           static_cast<const int*>(selected), static_cast<const int64_t*>(table),
-                           static_cast<__nv_bfloat16*>(out), static_cast<float*>(lse),
-                           static_cast<__nv_bfloat16*>(partial), static_cast<float2*>(stats), queries, heads, keys,
-                           queries_per_batch, page_shift, page_mask, q_stride, q_head_stride, kv_batch_stride, kv_stride,
-                           pages, scale * 1.4426950408889634f};
-    return launch<Kernel>(params, splits, blocks, static_cast<cudaStream_t>(stream));
-}
+extern "C" int sparse_mla_fp8(const Params* params, int splits, int blocks, void* stream) {
+    return launch<Kernel>(*params, splits, blocks, static_cast<cudaStream_t>(stream));
 }

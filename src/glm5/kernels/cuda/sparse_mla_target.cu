@@ -45,7 +45,7 @@ __global__ void __launch_bounds__(384, 1) target_kernel(const __grid_constant__ 
     }
     if (threadIdx.x < kHeads)  // a head that is not there counts nothing
         shared.lse[threadIdx.x] = threadIdx.x < params.heads ? params.lse[item * params.heads + threadIdx.x] * kLog2e : INFINITY;
-    const int steps = count_steps(selected, params.keys, lane);
+    const int steps = count_steps<kKeys>(selected, params.keys, lane);
     __syncthreads();
 
     if (role == 0) {  // ------------------------------------------------------------------------------ copier
