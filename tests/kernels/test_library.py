@@ -7,9 +7,12 @@ import pkgutil
 import pytest
 import torch
 
-from glm5.kernels import cuda, library, triton
+from glm5.kernels import cuda, dispatch, library, triton
+from glm5.kernels.indexer import index_select
 from glm5.kernels.latent_rows import pack_rows
+from glm5.kernels.moe import grouped_swiglu
 from glm5.kernels.moe_fp8 import grouped_swiglu_fp8, pack_experts
+from glm5.kernels.visibility import Visibility
 
 RUNS, WHY = cuda.available()
 
@@ -65,6 +68,21 @@ def test_fp8_operators_run_their_specifications_anywhere() -> None:
     scaled = (part for p in packed for part in (p.values, p.scale))
     y = torch.ops.glm5.grouped_swiglu_fp8(x, *scaled, expert, weight)
     assert torch.equal(y, grouped_swiglu_fp8(x, *packed, expert, weight))
+
+
+def test_selection_and_experts_run_what_dispatch_picks() -> None:
+    generator = torch.Generator().manual_seed(1)
+    x, expert, weight = torch.randn(5, 8, generator=generator), torch.tensor([[0, 2]] * 5), torch.rand(5, 2)
+    gate_up, down = torch.randn(3, 12, 8, generator=generator), torch.randn(3, 8, 6, generator=generator)
+    inputs = (x, gate_up, down, expert, weight)
+    assert torch.equal(torch.ops.glm5.grouped_swiglu(*inputs), grouped_swiglu(*inputs))
+    q, w, keys = (torch.randn(1, *shape, generator=generator) for shape in ((4, 2, 16), (4, 2), (30, 16)))
+    visible = Visibility(torch.tensor([[0, 0, 3, 9]]), torch.tensor([[2, 29, 11, 8]]), 30)
+    picked = torch.ops.glm5.index_select(q, w, keys, visible.first_BT, visible.last_BT, 5)
+    assert torch.equal(picked, index_select(q, w, keys, visible, 5))
+    with dispatch.instead({"grouped_swiglu": lambda x, *_: x + 1, "index_select": lambda *_: picked + 1}):
+        assert torch.equal(torch.ops.glm5.grouped_swiglu(*inputs), x + 1)
+        assert torch.equal(torch.ops.glm5.index_select(q, w, keys, visible.first_BT, visible.last_BT, 5), picked + 1)
 
 
 @pytest.mark.gpu

@@ -1,8 +1,9 @@
-"""The fast operators as torch operators, `torch.ops.glm5.*`: torch.compile and export carry them as they are.
+"""The operators as torch operators, `torch.ops.glm5.*`: torch.compile and export carry them as they are.
 
 Each is named with its shapes (a fake implementation); sparse MLA with its gradient, which is an operator as well. The
-gradients of experts are not: those of their weights may wait (`deferral`), which an operator's could not. Importing
-this module registers them and imports neither triton nor a compiler. Read next: `training`; `cuda.sparse_mla`.
+gradients of experts are not: those of their weights may wait (`deferral`), which an operator's could not. Sparse MLA in
+bf16 is the Hopper kernel; the others run what `dispatch` picks. Importing this module registers them and imports
+neither triton nor a compiler. Read next: `dispatch`, `training`; `cuda.sparse_mla`.
 """
 
 from __future__ import annotations
@@ -72,10 +73,11 @@ sparse_mla.register_autograd(_differentiate_sparse_mla, setup_context=_keep_spar
 # --------------------------------------------------------------------------- selection
 @_op("index_select", "(Tensor q, Tensor w, Tensor keys, Tensor first, Tensor last, int k) -> Tensor")
 def index_select(q: Tensor, w: Tensor, keys: Tensor, first: Tensor, last: Tensor, k: int) -> Tensor:
-    """The k best slots of each query within [first, last], int32 [B, T, min(k, S)]: `cuda.index_select`."""
-    from glm5.kernels.cuda import index_select as kernel
+    """`indexer.index_select`: the k best slots of each query within [first, last], int32 [B, T, min(k, S)]."""
+    from glm5.kernels.indexer import index_select as select
+    from glm5.kernels.visibility import Visibility
 
-    return kernel(q, w, keys, first, last, k)
+    return select(q, w, keys, Visibility(first, last, keys.shape[1]), k)
 
 
 @index_select.register_fake
@@ -86,11 +88,11 @@ def _(q: Tensor, w: Tensor, keys: Tensor, first: Tensor, last: Tensor, k: int) -
 # --------------------------------------------------------------------------- experts
 @_op("grouped_swiglu", "(Tensor x, Tensor gate_up, Tensor down, Tensor expert, Tensor weight) -> Tensor")
 def grouped_swiglu(x: Tensor, gate_up: Tensor, down: Tensor, expert: Tensor, weight: Tensor) -> Tensor:
-    """Every token's weighted sum over its experts, without a gradient: `triton.grouped_swiglu`."""
-    from glm5.kernels.triton import grouped_swiglu as kernel
+    """`moe.grouped_swiglu`: every token's weighted sum over its experts, without a gradient."""
+    from glm5.kernels.moe import grouped_swiglu as experts
 
-    y: Tensor = kernel(x, gate_up, down, expert, weight)
-    return y
+    with torch.no_grad():
+        return experts(x, gate_up, down, expert, weight)
 
 
 @grouped_swiglu.register_fake
