@@ -93,7 +93,11 @@ def test_sparse_mla_over_an_fp8_cache(
     out, lse = run(packed, None)
     assert not out.isnan().any()
     assert (out.double() - oracle).norm() / oracle.norm() < (5e-3 if version == "cuda" else 8e-3)
-    torch.testing.assert_close(lse.double(), oracle_lse, atol=5e-3, rtol=2e-3)
+    # Tensor cores keep some 13 bits of a sum of e4m3 products: what may be lost is a share of the largest |q| |k|.
+    largest = unpack_rows(packed).double().norm(dim=-1).amax() * q.double().norm(dim=-1) * SCALE
+    seen = oracle_lse > -torch.inf
+    assert torch.equal(lse > -torch.inf, seen)
+    assert ((lse.double() - oracle_lse).abs()[seen] < (1e-3 + largest * 2**-13)[seen]).all()
     for rows, table in ((packed, None), (pool, pages)):  # the same bits again, and from pages
         again = run(rows, table)
         assert torch.equal(again[0], out)

@@ -85,9 +85,9 @@ def test_extreme_logits_and_unused_memory() -> None:
     for options in WAYS:
         dq, drows = _backward(q, kv, selected, grad, **options)
         oracle_dq, oracle_drows = _oracle(q, kv, selected, grad)
-        # The kernel subtracts dO * O, whose O was rounded to bf16, from dO * V: almost equal where one weight is 1, and
-        # then multiplied by a query of 30 times the usual size.
-        assert _error(dq, oracle_dq) < 5e-3
+        # The kernel subtracts dO * O, whose O was rounded to bf16, from dO * V: almost equal where one weight is 1. It
+        # enters dq times rows of up to 3, and the rows' gradient times queries of up to 30 times the usual size.
+        assert _error(dq, oracle_dq) < 1e-2
         assert _error(drows, oracle_drows) < 2e-2
 
 
