@@ -15,11 +15,12 @@ from support import triton_interpreter
 
 triton_interpreter.ask()
 
-from glm5.kernels import basic, moe
+from glm5.kernels import balance, basic, moe
 from glm5.kernels import newton_schulz as newton_schulz_spec
 from glm5.kernels.cross_entropy import linear_cross_entropy as cross_entropy
 from glm5.kernels.indexer_loss import indexer_loss
 from glm5.kernels.inverse import inverse_index
+from glm5.kernels.triton import balance as sequence_balance
 from glm5.kernels.triton import (
     basic_backward,
     heads_backward,
@@ -286,17 +287,43 @@ def test_norms(width: int) -> None:
     )
 
 
-def test_router() -> None:
-    x, bias = _random(70, 200, seed=1), _random(24, seed=2, dtype=torch.float32)
-    weight = _random(24, 200, seed=3, scale=0.1, dtype=torch.float32)
-    chosen = moe.route(x.float() @ weight.T, bias, 3)[0]
+@pytest.mark.parametrize("normalise", [True, False])
+def test_router(normalise: bool) -> None:
+    x, bias = _random(34, 72, seed=1), _random(24, seed=2, dtype=torch.float32)
+    weight = _random(24, 72, seed=3, scale=0.1, dtype=torch.float32)
+    how = dict(normalise=normalise, scaling=2.5)
+    chosen = moe.route(x.float() @ weight.T, bias, 3, **how)[0]
 
     def ours(x: Tensor, weight: Tensor) -> Tensor:
-        logits, expert = routing_backward.RouterLogits.apply(x, weight, bias, 3)
+        logits, expert, mixed, score = routing_backward.Routed.apply(x, weight, bias, 3, *how.values())
         assert torch.equal(expert, chosen)
-        return logits
+        return torch.cat((logits, mixed, score), 1)
 
-    _agree(ours, lambda x, weight: x @ weight.T, x, weight)
+    def oracle(x: Tensor, weight: Tensor) -> Tensor:
+        logits = x @ weight.T
+        _, mixed, score = moe.route(logits, bias, 3, **how)
+        return torch.cat((logits, mixed, score), 1)
+
+    _agree(ours, oracle, x, weight)
+    for some in (slice(24, 27), slice(27, 51)):  # where only the weights, or only the scores, have a gradient
+        _agree(lambda x, w, some=some: ours(x, w)[:, some], lambda x, w, some=some: oracle(x, w)[:, some], x, weight)
+
+
+@pytest.mark.parametrize("padded", [True, False])
+def test_loads_and_balance(padded: bool) -> None:
+    scores = _random(2, 540, 24, seed=1, dtype=torch.float32).sigmoid()
+    experts = scores.argsort(-1)[..., [0, 5, 2]]
+    valid = None
+    if padded:  # a slice, of which one sequence is padding throughout
+        valid = torch.rand(2, 600, generator=torch.Generator().manual_seed(2)).to(DEVICE)[:, :540] > 0.3
+        valid[1] = False
+
+    def ours(scores: Tensor) -> Tensor:
+        loads, loss = sequence_balance.SequenceBalance.apply(scores, experts, valid)
+        assert torch.equal(loads, moe.expert_loads(experts, 24, valid))
+        return loss[None]
+
+    _agree(ours, lambda scores: balance.sequence_balance_loss(scores, experts, valid)[None], scores)
 
 
 def test_tokens_by_pairs_and_back() -> None:

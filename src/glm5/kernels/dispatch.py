@@ -551,6 +551,7 @@ OPERATORS: dict[str, tuple[Fast, ...]] = {
     "train_rows_by_pair": (Fast("triton.pairs", _triton, _train_rows, _load_training("rows_by_pair"), trains=True),),
     "train_sum_by_token": (Fast("triton.pairs", _triton, _train_rows, _load_training("sum_by_token"), trains=True),),
     "train_router": (Fast("triton.routing_backward", _triton, _train_router, _load_training("router"), trains=True),),
+    "train_balance": (Fast("triton.balance", _triton, _fp32, _load_training("loads_and_balance"), trains=True),),
     "train_swiglu": (Fast("triton.basic_backward", _triton, _train_rows, _load_training("swiglu"), trains=True),),
     "train_rope_heads": (
         Fast("triton.heads_backward", _triton, _train_heads, _load_training("rope_heads"), trains=True),

@@ -185,11 +185,21 @@ def sum_by_token(part: Tensor, order: Tensor, place: Tensor, weight: Tensor) -> 
     return out
 
 
-def router(x: Tensor, weight: Tensor, bias: Tensor, top_k: int) -> tuple[Tensor, Tensor]:
-    """Logits in fp32 with gradients, and the experts that are best with the bias."""
-    from glm5.kernels.triton.routing_backward import RouterLogits
+def router(
+    x: Tensor, weight: Tensor, bias: Tensor, top_k: int, normalise: bool, scaling: float
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Logits, the experts that are best with the bias, their weights, and scores."""
+    from glm5.kernels.triton.routing_backward import Routed
 
-    pair: tuple[Tensor, Tensor] = RouterLogits.apply(x, weight, bias, top_k)
+    routed: tuple[Tensor, Tensor, Tensor, Tensor] = Routed.apply(x, weight, bias, top_k, normalise, scaling)
+    return routed
+
+
+def loads_and_balance(scores: Tensor, experts: Tensor, valid: Tensor | None) -> tuple[Tensor, Tensor]:
+    """As `balance.loads_and_balance`."""
+    from glm5.kernels.triton.balance import SequenceBalance
+
+    pair: tuple[Tensor, Tensor] = SequenceBalance.apply(scores, experts, valid)
     return pair
 
 

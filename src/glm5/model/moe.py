@@ -12,9 +12,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from glm5.kernels.balance import sequence_balance_loss
+from glm5.kernels.balance import loads_and_balance
 from glm5.kernels.dispatch import pick
-from glm5.kernels.moe import expert_loads, grouped_swiglu, mixture, route
+from glm5.kernels.moe import expert_loads, grouped_swiglu, route
 from glm5.model.config import ModelConfig
 from glm5.model.layers import SwiGLU
 from glm5.model.trace import Aux, Trace
@@ -53,10 +53,11 @@ class Router(nn.Module):
         operator = "train_router" if trained else "router"
         fast = pick(operator, x_ND, self.weight) if settings["n_group"] == 1 and given_NM is None else None
         if fast is not None and trained:
-            logits, expert = fast(x_ND, self.weight, self.e_score_correction_bias, settings["top_k"])
-            score = logits.sigmoid()
-            how = {k: settings[k] for k in ("normalise", "scaling")}
-            return logits, expert, mixture(score, expert, **how), score
+            how = tuple(settings[k] for k in ("top_k", "normalise", "scaling"))
+            trained_by: tuple[Tensor, Tensor, Tensor, Tensor] = fast(
+                x_ND, self.weight, self.e_score_correction_bias, *how
+            )
+            return trained_by
         if fast is not None:
             some = {k: settings[k] for k in ("top_k", "normalise", "scaling")}
             routed: tuple[Tensor, Tensor, Tensor, Tensor] = fast(
@@ -119,9 +120,12 @@ class MoE(nn.Module):
             batch, tokens = x_BTD.shape[:2]
             valid = None if aux.valid is None else aux.valid[:, :tokens]
             expert_BTM, score_BTE = expert.view(batch, tokens, -1), score.view(batch, tokens, -1)
-            aux.loads.append(expert_loads(expert_BTM, score.shape[-1], valid))
             if aux.balance:
-                aux.balance_losses.append(sequence_balance_loss(score_BTE, expert_BTM, valid, aux.total))
+                loads, balance = loads_and_balance(score_BTE, expert_BTM, valid, aux.total, aux.sequences)
+                aux.balance_losses.append(balance)
+            else:
+                loads = expert_loads(expert_BTM, score.shape[-1], valid)
+            aux.loads.append(loads)
         routed, shared = self._both(x_ND, expert, weight)
         y = routed.view_as(x_BTD)
         return y if shared is None else y + shared.view_as(x_BTD)
