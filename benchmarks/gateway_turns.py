@@ -89,8 +89,9 @@ async def post(
     head = f"{method} {path} HTTP/1.1\r\nHost: gateway\r\nContent-Type: application/json\r\n"
     writer.write(f"{head}Content-Length: {len(data)}\r\n\r\n".encode() + data)
     head = (await reader.readuntil(b"\r\n\r\n")).decode().lower()
-    assert head.startswith("http/1.1 200"), head
-    return json.loads(await reader.readexactly(int(head.split("content-length:")[1].split()[0])))
+    told = await reader.readexactly(int(head.split("content-length:")[1].split()[0]))
+    assert head.startswith("http/1.1 200"), (head, told)
+    return json.loads(told)
 
 
 def client(address: tuple[str, int], first: int, agents: int, sessions: int, answer_s: float, out: Queue[Any]) -> None:

@@ -129,3 +129,23 @@ def test_aborts_and_sums() -> None:
 
 async def _yes(timeout_s: float) -> bool:
     return True
+
+
+def test_a_gateway_that_is_late_takes_no_engine_for_silent() -> None:
+    async def go() -> None:
+        now = [0.0]
+        engines = {f"e{i}": Scripted() for i in range(2)}
+        pool = EnginePool(engines, Router("1", silent_s=0.1), beat_s=0.01, clock=lambda: now[0])
+        await pool.start()
+        now[0] += 100.0  # nothing was done meanwhile, here
+        for _ in range(10):
+            assert len(pool.router.routable(pool.clock())) == 2
+            await asyncio.sleep(0.01)
+        engines["e1"].gate = asyncio.Event()  # from now on it does not answer
+        while len(pool.router.routable(pool.clock())) == 2:
+            now[0] += 0.02
+            await asyncio.sleep(0.001)
+        assert [engine.name for engine in pool.router.routable(pool.clock())] == ["e0"]
+        await pool.stop()
+
+    asyncio.run(asyncio.wait_for(go(), 120))

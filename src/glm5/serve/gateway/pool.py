@@ -39,7 +39,8 @@ class EnginePool:
         first = next(iter(engines.values()))
         self.tokenizer, self.model_name = first.tokenizer, first.model_name
         self.context, self.vocab_size = min(e.context for e in engines.values()), first.vocab_size
-        self.engines, self.router, self.beat_s, self.clock = dict(engines), router, beat_s, clock
+        self.engines, self.router, self.beat_s, self._time = dict(engines), router, beat_s, clock
+        self._heard = 0.0
         self._at: dict[str, str] = {}  # which engine has a request, by its name
         self._beats: asyncio.Task[None] | None = None
 
@@ -57,6 +58,11 @@ class EnginePool:
         return None if None in reasons else "; ".join(map(str, reasons))
 
     # -------------------------------------------------------------------------------------------------- health
+    def clock(self) -> float:
+        """Seconds for which engines could be heard. Where this process is late they stand still: it would take its own
+        silence for the engines'."""
+        return self._heard
+
     async def start(self) -> None:
         """Hear of every engine once, then again and again."""
         await self.beat()
@@ -82,8 +88,10 @@ class EnginePool:
 
     async def _beat_on(self) -> None:
         while True:
+            begun = self._time()
             await asyncio.sleep(self.beat_s)
             await self.beat()
+            self._heard += min(self._time() - begun, 2 * self.beat_s)
 
     # -------------------------------------------------------------------------------------------------- requests
     async def generate(self, request: Request) -> Stream:
