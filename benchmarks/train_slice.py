@@ -1,14 +1,15 @@
 """A training step of a slice of GLM-5 at true widths on one GPU, by stage, against the chip's limit.
 
-    python benchmarks/train_slice.py [--tokens 4096,8192] [--layers 2] [--experts 256] [--versions fast,torch]
-                                     [--profile] [--json FILE]
+    python benchmarks/train_slice.py [--tokens 4096,8192] [--rows 1] [--layers 2] [--experts 256]
+                                     [--versions fast,torch] [--profile] [--json FILE]
 
 The slice has the first layers of GLM-5, one dense and the others MoE, random bf16 weights and a vocabulary of 32,768;
-one row of tokens, forward and backward, no optimizer. Stages: `dense` pretraining; `warmup` of the indexers (all else
-frozen, dense attention, the indexer's loss over whole intervals and no other); `sparse` adaptation (top-2,048, the
-indexer's loss on the selection beside the tokens'). `torch` runs the specifications instead of the fast operators. The
-floor is the larger of the counted bf16 operations over 790 TFLOP/s and of the weights' bytes (read twice and their
-gradients written, or read once where frozen) over 4.3 TB/s, both measured on an H200.
+some rows of so many tokens, forward and backward, no optimizer. Stages: `dense` pretraining; `warmup` of the indexers
+(all else frozen, dense attention, the indexer's loss over whole intervals and no other); `sparse` adaptation
+(top-2,048, the indexer's loss on the selection beside the tokens'). `torch` runs the specifications instead of the fast
+operators. The floor is the larger of the counted bf16 operations over 790 TFLOP/s and of the weights' bytes (read twice
+and their gradients written, or read once where frozen) over 4.3 TB/s, both measured on an H200. MFU counts model
+operations alone (`glm5.ledger.step`: no scores made again), over 790 TFLOP/s.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
 import torch
 
 from glm5.kernels.cross_entropy import linear_cross_entropy
+from glm5.ledger.step import step_flops
 from glm5.model.config import ModelConfig
 from glm5.model.glm5 import GLM5
 from glm5.model.trace import Aux
@@ -85,6 +87,14 @@ def operations(c: ModelConfig, tokens: int, stage: str) -> float:
     return total
 
 
+def counted(c: ModelConfig, tokens: int, stage: str) -> float:
+    """Model operations of one row, as training's metrics count them."""
+    pairs = tokens * (tokens + 1) // 2
+    selected = sum(min(t + 1, c.index_topk) for t in range(tokens))
+    kind = "pretrain" if stage == "dense" else stage
+    return step_flops(c, kind, tokens=tokens, pairs=pairs, selected=selected, mtp=0.0).total
+
+
 def step(model: GLM5, ids: torch.Tensor, stage: str) -> Callable[[], None]:
     targets = ids.roll(-1, 1).flatten()
     for name, parameter in model.named_parameters():
@@ -116,6 +126,7 @@ def profile(call: Callable[[], None], rows: int = 14) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--tokens", default="4096,8192")
+    parser.add_argument("--rows", type=int, default=1)
     parser.add_argument("--stages", default=",".join(STAGES))
     parser.add_argument("--versions", default="fast,torch")
     parser.add_argument("--layers", type=int, default=2)
@@ -129,10 +140,12 @@ def main() -> None:
     weights = sum(p.numel() * p.element_size() for p in model.parameters())
     rows = []
     for tokens in map(int, arguments.tokens.split(",")):
-        ids = torch.randint(0, model.config.vocab_size, (1, tokens), device="cuda")
+        ids = torch.randint(0, model.config.vocab_size, (arguments.rows, tokens), device="cuda")
         for stage in arguments.stages.split(","):
             passes = 1 if stage == "warmup" else 3
-            floor = 1e3 * max(operations(model.config, tokens, stage) / FLOP_PER_S, passes * weights / BYTES_PER_S)
+            work = arguments.rows * operations(model.config, tokens, stage)
+            flop = arguments.rows * counted(model.config, tokens, stage)
+            floor = 1e3 * max(work / FLOP_PER_S, passes * weights / BYTES_PER_S)
             for version in arguments.versions.split(","):
                 os.environ["GLM5_KERNELS"] = "torch" if version == "torch" else ""
                 torch.cuda.reset_peak_memory_stats()
@@ -146,9 +159,10 @@ def main() -> None:
                     torch.cuda.empty_cache()
                     continue
                 peak = torch.cuda.max_memory_allocated() / GIB
-                row = dict(tokens=tokens, stage=stage, version=version, ms=ms, floor_ms=floor, peak_gib=peak)
+                mfu = flop / (ms / 1e3) / FLOP_PER_S
+                row = dict(tokens=tokens, stage=stage, version=version, ms=ms, floor_ms=floor, mfu=mfu, peak_gib=peak)
                 rows.append(row)
-                share = f"floor {floor:6.1f}  {floor / ms:4.0%}"
+                share = f"floor {floor:6.1f}  {floor / ms:4.0%}  MFU {mfu:5.1%}"
                 print(f"{tokens:6d} {stage:7} {version:6} {ms:8.1f} ms  {share}  {peak:.1f} GiB", flush=True)
                 if arguments.profile and version == "fast":
                     profile(call)
