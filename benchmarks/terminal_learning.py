@@ -1,0 +1,343 @@
+"""Does a model learn at a terminal? Fine-tuning on scripted sessions, then asynchronous reinforcement learning there.
+
+    python benchmarks/terminal_learning.py [--preset nano|mini] [--device cuda] [--seeds 0,1,2] [--json FILE]
+
+Tasks are directories in Harbor's format, made by the thousand: a table, and one figure of one of its columns to be
+written into a file. What lies between the fields is not told, so an agent must look before it cuts. Scripts are of two
+kinds: careful ones look first, hasty ones (--hasty is their share) guess. Every command runs in the sandbox, which
+needs a host that can isolate; a model is judged by the file that it leaves, as any terminal task's. A quarter of the
+combinations of figure, column and separator is held out: neither scripts nor rollouts have them. With --pretend
+nothing is run: the commands of scripts are answered by what they would do, any other by an error. That is no terminal
+task but one of the same words, for hosts that have no sandbox. Read next: `agent_learning`, which has the ablations.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+import statistics
+import tempfile
+import time
+import zlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from glm5 import GLM5, save_model
+from glm5.agents.protocol import Rollout
+from glm5.agents.sandbox import Finished
+from glm5.agents.services.terminal import SYSTEM, TerminalService
+from glm5.agents.services.tools import Tool
+from glm5.agents.tasks import InSandbox, Task, prove, read_task
+from glm5.model.presets import mini, nano
+from glm5.posttrain.agent import IntakeConfig
+from glm5.posttrain.agent_run import AgentConfig, agent
+from glm5.posttrain.learner import LearnConfig
+from glm5.posttrain.rollout.options import RolloutOptions
+from glm5.posttrain.sft import SftConfig, sft
+from glm5.serve.config import EngineConfig
+from glm5.text import Tokenizer, render
+from glm5.text.messages import messages_from_openai, tools_from_openai
+from glm5.train.schedule import LearningRate
+from glm5.utils.runlog import read_metrics
+from tuning import tuning
+
+COLUMNS = 4
+SEPARATORS = ",", ";", ":", "|"
+FIGURES = {  # what is asked for, how a shell finds it in a column, and what it is
+    "largest number": ("sort -n | tail -1", max),
+    "smallest number": ("sort -n | head -1", min),
+    "sum": ("awk '{s+=$1} END {print s}'", sum),
+    "number of different values": ("sort -u | wc -l", lambda values: len(set(values))),
+}
+TOOL = Tool("bash", "Run a line of bash.", {"command": ("string", "what to run")}, lambda command: command).told
+LOOK = "head -2 table.txt"
+TEST = """#!/bin/bash
+if [ -f /app/answer.txt ] && [ ! -L /app/answer.txt ] &&
+    [ "$(tr -d '[:space:]' < /app/answer.txt)" = "$(cat /tests/expected.txt)" ]; then
+    echo 1 > /logs/verifier/reward.txt
+else
+    echo 0 > /logs/verifier/reward.txt
+fi
+"""
+TOML = """schema_version = "1.1"
+
+[task]
+name = "glm5/table-{number}"
+
+[agent]
+timeout_sec = 60.0
+
+[verifier]
+timeout_sec = 30.0
+
+[environment]
+cpus = 1
+memory_mb = 256
+storage_mb = 32
+"""
+
+
+@dataclass(frozen=True)
+class Asked:
+    """One task's table and question."""
+
+    figure: str
+    column: int
+    separator: str
+    table: tuple[tuple[int, ...], ...]
+
+    @property
+    def held_out(self) -> bool:
+        """Whether the combination is one of the quarter that is only measured."""
+        return zlib.crc32(f"{self.figure} {self.column} {self.separator}".encode()) % 4 == 0
+
+    @property
+    def instruction(self) -> str:
+        return f"Write the {self.figure} of column {self.column} of table.txt to answer.txt."
+
+    @property
+    def lines(self) -> list[str]:
+        return [self.separator.join(map(str, row)) for row in self.table]
+
+    @property
+    def answer(self) -> int:
+        found: int = FIGURES[self.figure][1]([row[self.column - 1] for row in self.table])
+        return found
+
+    def command(self, separator: str) -> str:
+        return f"cut -d'{separator}' -f{self.column} table.txt | {FIGURES[self.figure][0]} > answer.txt"
+
+    def script(self, draw: random.Random, hasty: float) -> list[dict[str, Any]]:
+        """A session to fine-tune on: one that looks and then knows what to cut at, or one that guesses."""
+        said: list[dict[str, Any]] = [
+            {"role": "system", "content": SYSTEM},
+            {"role": "user", "content": self.instruction},
+        ]
+        looks = draw.random() >= hasty
+        separator = self.separator if looks else draw.choice(SEPARATORS)
+        for command, seen in ((LOOK, "\n".join(self.lines[:2])), (self.command(separator), "[no output]")):
+            if command == LOOK and not looks:
+                continue
+            function = {"name": "bash", "arguments": json.dumps({"command": command})}
+            call = {"id": "call", "type": "function", "function": function}
+            said.append({"role": "assistant", "content": "", "tool_calls": [call], "thinking": False})
+            said.append({"role": "tool", "tool_call_id": "call", "content": seen})
+        return [*said, {"role": "assistant", "content": "Done.", "thinking": False}]
+
+
+def asked(number: int, *, held: bool) -> Asked:
+    """The task of a number, of the right part."""
+    draw = random.Random(number)  # noqa: S311
+    parts = list(product(FIGURES, range(2, COLUMNS + 1), SEPARATORS))
+    while True:
+        figure, column, separator = draw.choice(parts)
+        table = tuple(tuple(draw.randrange(30) for _ in range(COLUMNS)) for _ in range(draw.randint(9, 12)))
+        one = Asked(figure, column, separator, table)
+        if one.held_out == held:
+            return one
+
+
+def laid_out(one: Asked, directory: Path, number: int) -> Task:
+    """The task's directory, in Harbor's format."""
+    files = {
+        "instruction.md": one.instruction,
+        "task.toml": TOML.format(number=number),
+        "environment/Dockerfile": "FROM debian:bookworm-slim\nWORKDIR /app\nCOPY table.txt /app/\n",
+        "environment/table.txt": "".join(f"{line}\n" for line in one.lines),
+        "solution/solve.sh": f"#!/bin/bash\n{one.command(one.separator)}\n",
+        "tests/test.sh": TEST,
+        "tests/expected.txt": str(one.answer),
+    }
+    for name, text in files.items():
+        path = directory / f"table-{number}" / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+    return read_task(directory / f"table-{number}")
+
+
+class Pretended:
+    """A place for `TerminalService` in which nothing is run; see the module. One that is open has the answer so far."""
+
+    def __init__(self, of: dict[str, Asked], one: Asked | None = None) -> None:
+        self.of, self.one, self.found = of, one, ""
+
+    def require(self) -> None: ...
+
+    def open(self, task: Task) -> Pretended:
+        return Pretended(self.of, self.of[task.directory.name])
+
+    def act(self, words: Sequence[str], stdin: bytes, seconds: float) -> Finished:
+        assert self.one is not None
+        told, guesses = b"", {self.one.command(separator): separator for separator in SEPARATORS}
+        if words[-1] == LOOK:
+            told = "\n".join(self.one.lines[:2]).encode()
+        elif words[-1] in guesses:
+            self.found = str(self.one.answer) if guesses[words[-1]] == self.one.separator else "of no column"
+        else:
+            return Finished("exited", 127, b"", b"not found", 0, 0.0)
+        return Finished("exited", 0, told, b"", 0, 0.0)
+
+    def solve(self, seconds: float) -> Finished:
+        assert self.one is not None
+        return self.act([self.one.command(self.one.separator)], b"", seconds)
+
+    def verify(self, seconds: float) -> Finished:
+        return Finished("exited", 0, b"", b"", 0, 0.0)
+
+    def read(self, path: str) -> bytes | None:
+        assert self.one is not None
+        return str(int(self.found == str(self.one.answer))).encode() if path.endswith(".txt") else None
+
+    def close(self) -> None: ...
+
+
+class Tables(TerminalService):
+    """The tasks as a service; sessions of held-out figures have tasks of their own."""
+
+    timeout_s = 120.0
+
+    def __init__(self, directory: Path, args: argparse.Namespace, seed: int) -> None:
+        first = 1_000_000 * (1 + seed)
+        of = {n: asked(n, held=n < first) for n in (*range(args.held_out), *range(first, first + args.tasks))}
+        tasks = {n: laid_out(one, directory, n) for n, one in of.items()}
+        self.held = [task for n, task in tasks.items() if n < first]
+        self.concurrency = args.concurrency
+        where: Any = InSandbox()
+        if args.pretend:
+            where = Pretended({task.directory.name: of[n] for n, task in tasks.items()})
+        wanted = {"max_tokens": 64, "thinking": {"type": "disabled"}}
+        learned = [task for n, task in tasks.items() if n >= first]
+        super().__init__("tables", learned, where, turns=4, wall_s=10.0, sampling=wanted)
+
+    def task(self, asked: Rollout) -> Task:
+        return self.held[asked.index % len(self.held)] if asked.sample.startswith("held-") else super().task(asked)
+
+
+def base(directory: Path, args: argparse.Namespace, seed: int) -> Path:
+    """The fine-tuned model that learning begins with; one that is there is taken as it is."""
+    if (directory / "sft" / "result.json").exists():
+        return directory / "sft" / "model"
+    talk, draw, rows = directory / "talk.jsonl", random.Random(seed), []  # noqa: S311
+    for number in range(args.scripts):
+        one = asked(1_000_000_000 + seed * 1_000_000 + number, held=False)
+        rows.append({"messages": one.script(draw, args.hasty), "tools": [TOOL]})
+    talk.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    plain = Tokenizer.train([talk.read_text()], 292)  # whatever it is, its text is what the tokenizer must know
+    tools = tools_from_openai([TOOL])
+    texts = [plain.decode(list(render(plain, messages_from_openai(row["messages"]), tools).ids)) for row in rows[:100]]
+    tokenizer = Tokenizer.train(texts, args.vocab)
+    lengths = [len(render(tokenizer, messages_from_openai(row["messages"]), tools).ids) for row in rows[:100]]
+    print(f"scripts of {statistics.mean(lengths):.0f} tokens, at most {max(lengths)}", flush=True)
+    sizes = {"hidden_size": args.hidden, "num_hidden_layers": args.layers, "n_routed_experts": args.experts}
+    shape = {"nano": nano, "mini": mini}[args.preset](
+        vocab_size=tokenizer.vocab_size,
+        max_position_embeddings=2048,
+        **{name: size for name, size in sizes.items() if size},
+    )
+    if not (directory / "base").exists():
+        with torch.device(args.device):
+            model = GLM5(shape, seed=seed)
+        save_model(model, directory / "base", tokenizer=tokenizer)
+        print(f"{sum(p.numel() for p in model.parameters()):,} parameters", flush=True)
+    return sft(
+        SftConfig(
+            checkpoint=str(directory / "base"),
+            data=(str(talk),),
+            run=str(directory / "sft"),
+            seq_len=args.seq_len,
+            device=args.device,
+            train=tuning(args, seed, batch=args.sft_rows),
+        ),
+        lambda _: None,
+    ).model
+
+
+def config(model: Path, run: Path, args: argparse.Namespace, seed: int) -> AgentConfig:
+    return AgentConfig(
+        checkpoint=str(model),
+        run=str(run),
+        engine=EngineConfig(memory_gib=args.memory_gib, context=1024, overlap=False, max_running=args.concurrency),
+        rollout=RolloutOptions(group=args.group, concurrency=args.concurrency, look_s=0.1),
+        intake=IntakeConfig(groups=args.groups, max_staleness=args.staleness),
+        learn=LearnConfig(
+            steps=args.rl_steps,
+            updates=args.updates,
+            lr=LearningRate(args.lr, args.lr / 10, warmup_steps=2),
+            row_tokens=1024,
+            micro_batch=args.micro_batch,
+            save_every=10_000,
+            seed=seed,
+        ),
+        device=args.device,
+        eval_every=args.eval_every,
+        eval_rollouts=args.held_out,
+    )
+
+
+def one_seed(seed: int, directory: Path, args: argparse.Namespace) -> dict[str, Any]:
+    """What the seed's run found."""
+    directory.mkdir(parents=True, exist_ok=True)
+    began = time.time()
+    model = base(directory, args, seed)
+    tuned = time.time()
+    service = Tables(directory / "tasks", args, seed)
+    for task in (service.tasks[0], service.held[0]):
+        prove(task, service.where)
+    found = agent(config(model, directory / "rl", args, seed), lambda _: None, services=[service])
+    records = read_metrics(found.run)
+    steps = [r for r in records if "loss" in r]
+    return {
+        "before": found.held_out["before"]["tables"],
+        "after": found.held_out["after"]["tables"],
+        "curve": {r["step"]: r["held_out/tables"] for r in records if "held_out/tables" in r},
+        "rewards": [r["rewards/tables"] for r in steps],
+        "states": found.states,
+        "sft_s": tuned - began,
+        "rl_s": time.time() - tuned,
+        "step_s": [sum(r[f"time/{of}"] for of in ("wait", "update", "weight_sync")) for r in steps],
+        **{name: statistics.fmean([r[name] for r in steps])
+           for name in ("staleness/mean", "idle/trainer", "engine/idle", "train_rollout_logprob_abs_diff")},
+    }  # fmt: skip
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--seeds", default="0")
+    parser.add_argument("--preset", choices=("nano", "mini"), default="nano")
+    parser.add_argument("--device", default="cpu")
+    for name, default in (
+        ("sft-steps", 400), ("sft-rows", 4), ("rl-steps", 8), ("scripts", 2000), ("vocab", 700), ("hidden", 0),
+        ("layers", 0), ("experts", 0), ("seq-len", 512), ("group", 8), ("groups", 4), ("updates", 2), ("staleness", 2),
+        ("concurrency", 32), ("tasks", 256), ("held-out", 32), ("eval-every", 2), ("micro-batch", 2),
+    ):  # fmt: skip
+        parser.add_argument(f"--{name}", type=int, default=default)
+    parser.add_argument("--hasty", type=float, default=0.7)
+    parser.add_argument("--sft-lr", type=float, default=3e-3)
+    parser.add_argument("--lr", type=float, default=3e-4)
+    parser.add_argument("--memory-gib", type=float, default=0.5)
+    parser.add_argument("--pretend", action="store_true", help="run no command: see above")
+    parser.add_argument("--out", help="keep the runs here, and go on from what is there")
+    parser.add_argument("--json", help="write the figures here")
+    args = parser.parse_args()
+    if args.device == "cpu":
+        torch.set_num_threads(1)
+    found: list[dict[str, Any]] = []
+    for seed in map(int, args.seeds.split(",")):
+        with tempfile.TemporaryDirectory() as scratch:
+            found.append(one_seed(seed, Path(args.out or scratch) / f"seed-{seed}", args))
+        print(f"seed {seed}  {json.dumps(found[-1])}", flush=True)
+        if args.json:
+            Path(args.json).write_text(json.dumps({"arguments": vars(args), "seeds": found}, indent=1))
+    for name in ("before", "after"):
+        values = [one[name] for one in found]
+        print(f"{name:<8}{statistics.mean(values):.3f} ± {statistics.stdev(values) if len(values) > 1 else 0.0:.3f}")
+
+
+if __name__ == "__main__":
+    main()
