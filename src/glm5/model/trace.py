@@ -45,6 +45,7 @@ class Aux:
         experts: of each MoE layer, int64 [B, T, M]: to take in place of its router's choice, as `kernels.moe.route` has
             it.
         total: where other processes hold other positions of the same sequences: sums a tensor of counts over them.
+        sequences: for the balance loss, as `kernels.balance` has it; by default every row is a sequence.
 
     After a pass, in layer order: `indexer_losses`; `balance_losses`, each summed over sequences; `loads`, int64
     tokens per expert, for the router bias; `logit_maxima`, fp32 [H].
@@ -60,8 +61,10 @@ class Aux:
         valid: Tensor | None = None,
         experts: Sequence[Tensor] | None = None,
         total: Callable[[Tensor], Tensor] | None = None,
+        sequences: tuple[Tensor, int] | None = None,
     ) -> None:
         self.indexer, self.balance, self.logits, self.valid, self.total = indexer, balance, logits, valid, total
+        self.sequences = sequences
         self.experts = experts
         self.indexer_losses: list[IndexerLoss] = []
         self.balance_losses: list[Tensor] = []

@@ -48,6 +48,7 @@ def _again(forward: Callable[..., Tensor], x: Tensor, *rest: Any, aux: Aux | Non
     thrown_away = None
     if aux is not None:
         thrown_away = Aux(indexer=aux.indexer, balance=aux.balance, logits=aux.logits, valid=aux.valid, total=aux.total)
+        thrown_away.sequences = aux.sequences
         if aux.experts is not None:
             thrown_away.experts = aux.experts[len(aux.loads) :]  # of the layer that runs again
 
