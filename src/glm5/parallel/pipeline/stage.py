@@ -186,6 +186,7 @@ class StageModel(GLM5):
                 sparse=work.sparse,
                 aux=trunk,
                 embedded=given,
+                checked=True,
             )
         assert given is not None
         if parts.mtp and kept:
@@ -213,6 +214,7 @@ class StageModel(GLM5):
             cache=share.held,
             sparse=work.sparse,
             aux=aux,
+            checked=True,
         )
         for depth in range(1, work.depths + 1):
             aux.valid = share.valid_BT(depth)  # read when the depth is asked for
