@@ -16,7 +16,8 @@ Equal on all sides: prompts as ids, reward function, groups (8 of 8 answers a st
 0.2 and 0.28, a mean of a sequence, advantages by mean and deviation, no KL, one update a step in fp32, constant rates,
 one thread. The model is dense: no layer has experts, there is no MTP, and the index selects all (2,048 of some 20).
 Not equal: ours corrects by IcePop (nothing lies outside its band here), leaves out groups whose rewards are equal,
-compares checksums of the weights, keeps a ledger, and judges in other processes; each optimizer has a rate of its own.
+compares the engine's weights with what was sent, keeps a ledger, and judges in other processes; each optimizer has a
+rate of its own.
 
 Steps a second are of all steps but the first, by the clock; as other work may share the machine, the processor time of
 this process for a step stands beside; the verifiers' processes, of ours alone, are not in it. Reward a minute is
