@@ -25,11 +25,12 @@ def make(world: World | None, directory: str | Path, run: str = "run", **changes
     """A trainer of `tiny` on the tokens in `directory`, the same in every process.
 
     `rows`: in a step. `crowd`: added to the router's bias of expert 0, which then gets every token. `gather_once`: of
-    the Trainer. `recompute`: parts of layers, and `layout`: of stages, on ranks alone. Other changes are fields of
-    `TrainConfig`, or with `model_` before their name of `ModelConfig`.
+    the Trainer. `recompute`: parts of layers, and `layout`: of stages, on ranks alone. `seq_len`, `strategy`: of the
+    dataset. Other changes are fields of `TrainConfig`, or with `model_` before their name of `ModelConfig`.
     """
     rows, crowd, once = changes.pop("rows", 4), changes.pop("crowd", 0.0), changes.pop("gather_once", False)
     parts, layout = changes.pop("recompute", ()), changes.pop("layout", "")
+    of_rows = changes.pop("seq_len", SEQ_LEN), 4, changes.pop("strategy", "best-fit")
     shape = {k.removeprefix("model_"): changes.pop(k) for k in list(changes) if k.startswith("model_")}
     settings: dict[str, Any] = dict(
         steps=6,
@@ -45,7 +46,7 @@ def make(world: World | None, directory: str | Path, run: str = "run", **changes
     for name, bias in model.named_buffers():
         if crowd and name.endswith("e_score_correction_bias"):
             bias[0] += crowd
-    data = TokenDataset.open(Path(directory) / "tokens", SEQ_LEN, 4)
+    data = TokenDataset.open(Path(directory) / "tokens", *of_rows)
     how = PipelineOptions() if world is None else PipelineOptions(recompute=parts, layout=layout)
     return Trainer(config, model, Loader(data, config.seed), Path(directory) / run, world, how, gather_once=once)
 

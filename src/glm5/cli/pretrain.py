@@ -172,7 +172,8 @@ def dry_run(config: PretrainConfig) -> None:
     rows = f"{batch.final}" if batch.initial == batch.final else f"{batch.initial} to {batch.final}"
     print(f"corpus    {corpus.summary()}")
     print(f"model     {e.parameters:,} parameters, {e.active_parameters:,} active for a token")
-    print(f"training  {config.train.steps:,} steps of {rows} rows of {config.seq_len:,}: {e.tokens:,} tokens")
+    kind, most = ("documents of up to", "at most ") if config.train.context_groups else ("rows of", "")
+    print(f"training  {config.train.steps:,} steps of {rows} {kind} {config.seq_len:,}: {most}{e.tokens:,} tokens")
     parts = ["weights", "gradients", "optimizer", "activations", "logits", *(["gathered"] if mesh.size > 1 else [])]
     listed = ", ".join(f"{name} {format_bytes(getattr(e, name))}" for name in parts)
     where = config.device if mesh.size == 1 else f"each of {mesh.size} ranks"

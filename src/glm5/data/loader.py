@@ -175,6 +175,40 @@ class TokenDataset:
         index = np.asarray(rows, dtype=np.int64)
         return before[plan.row_starts[index + 1]] - before[plan.row_starts[index]]
 
+    def lengths(self, rows: Sequence[int] | NDArray[np.int64]) -> NDArray[np.int64]:
+        """Slots that documents take of the queries of each of these rows, without reading them."""
+        before = np.concatenate(([0], np.cumsum(self._plan.slots)))[self._plan.row_starts]
+        index = np.asarray(rows, dtype=np.int64)
+        return np.minimum(before[index + 1] - before[index], self.seq_len)
+
+    def end_to_end(self, rows: Sequence[int] | NDArray[np.int64], seq_len: int) -> Batch:
+        """One row of so many queries, in which the documents of "whole" rows follow each other, numbered from 0.
+
+        Args:
+            rows: none gives a row of padding.
+
+        Raises:
+            ConfigError: they do not fit, or rows hold more than one document.
+        """
+        used = int(self.lengths(rows).sum()) if len(rows) else 0
+        if self.strategy != "whole" or used > seq_len:
+            rule = f"must hold {used} tokens of whole documents; these rows are {self.strategy}"
+            raise ConfigError("seq_len", seq_len, rule)
+        shape = (1, seq_len + self.ahead)
+        ids_BS = np.full(shape, self.store.end_of_text_id, dtype=np.int64)
+        document_BS, loss_BS = np.full(shape, -1, dtype=np.int32), np.zeros(shape, dtype=bool)
+        num_bytes_BT = np.zeros((1, seq_len), dtype=np.int32)
+        at = 0
+        for number, row in enumerate(rows):
+            one = self.batch([int(row)])
+            here = slice(at, at + int((one.document_BS[0] >= 0).sum()))
+            n = here.stop - at
+            ids_BS[0, here], loss_BS[0, here] = one.ids_BS[0, :n], one.loss_BS[0, :n]
+            document_BS[0, here], num_bytes_BT[0, here] = number, one.num_bytes_BT[0, :n]
+            at = here.stop
+        first_BT, position_BT = first_and_positions(document_BS[:, :seq_len])
+        return Batch(ids_BS, document_BS, loss_BS, first_BT, position_BT, num_bytes_BT)
+
     def batches(self, count: int, max_rows: int | None = None) -> Iterator[Batch]:
         """For evaluation: all rows once, or the first `max_rows`, in order, `count` at a time (or what is left)."""
         rows = self.rows if max_rows is None else min(max_rows, self.rows)

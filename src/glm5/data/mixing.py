@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from functools import lru_cache
+from typing import Any, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -19,6 +20,8 @@ from glm5.data.balance import CostModel
 from glm5.data.hashing import permutation
 from glm5.data.loader import Batch, Loader, TokenDataset
 from glm5.utils.errors import ConfigError
+
+Figures = TypeVar("Figures", NDArray[np.float64], NDArray[np.int64])
 
 
 @dataclass(frozen=True)
@@ -109,10 +112,10 @@ class MixedDataset(TaskDataset):
     """
 
     def __init__(self, sources: Mapping[str, TokenDataset]) -> None:
-        shapes = {(d.seq_len, d.ahead) for d in sources.values()}
+        shapes = {(d.seq_len, d.ahead, d.strategy) for d in sources.values()}
         if len(shapes) != 1:
-            raise ConfigError("sources", list(sources), "must be at least one, all with rows of one length")
-        self.sources, ((self.seq_len, self.ahead),) = dict(sources), shapes
+            raise ConfigError("sources", list(sources), "must be at least one, all with rows of one length and kind")
+        self.sources, ((self.seq_len, self.ahead, self.strategy),) = dict(sources), shapes
         self.store = max((d.store for d in sources.values()), key=lambda store: store.max_id)  # whose ids must fit
         self.task_rows = {}
         for name, dataset in sources.items():
@@ -146,10 +149,18 @@ class MixedDataset(TaskDataset):
 
     def work(self, rows: Sequence[int] | NDArray[np.int64], model: CostModel) -> NDArray[np.float64]:
         """As `TokenDataset.work`."""
-        index, out = np.asarray(rows, dtype=np.int64), np.zeros(len(rows))
+        return self._by_source(rows, np.zeros(len(rows)), lambda d, own: d.work(own, model))
+
+    def lengths(self, rows: Sequence[int] | NDArray[np.int64]) -> NDArray[np.int64]:
+        """As `TokenDataset.lengths`."""
+        return self._by_source(rows, np.zeros(len(rows), dtype=np.int64), lambda d, own: d.lengths(own))
+
+    def _by_source(self, rows: Any, out: Figures, of: Callable[[TokenDataset, NDArray[np.int64]], Any]) -> Figures:
+        """`out`, filled with what each source says of its rows."""
+        index = np.asarray(rows, dtype=np.int64)
         for name, (first, last) in self.task_rows.items():
             here = (index >= first) & (index < last)
-            out[here] = self.sources[name].work(index[here] - first, model)
+            out[here] = of(self.sources[name], index[here] - first)
         return out
 
 

@@ -24,7 +24,7 @@ from numpy.typing import NDArray
 from glm5.utils.errors import ConfigError
 
 I64 = NDArray[np.int64]
-Strategy = Literal["best-fit", "concatenate"]
+Strategy = Literal["best-fit", "concatenate", "whole"]
 
 
 @dataclass(frozen=True)
@@ -53,7 +53,9 @@ def plan_rows(lengths: Sequence[int] | I64, seq_len: int, ahead: int, strategy: 
 
     "best-fit" takes pieces from the longest to the shortest and puts each into the fullest row with room; documents no
     longer than a row stay whole. "concatenate" lays documents end to end in their order and starts a new row wherever
-    one is full, as most trainers do; it leaves no slot empty but the last row's, and cuts more documents.
+    one is full, as most trainers do; it leaves no slot empty but the last row's, and cuts more documents. "whole" gives
+    every document a row of its own, or as many as it needs, each with all its tokens among the row's first `seq_len`
+    slots: rows of any length, for whoever puts them together for each step (`glm5.train.groups`).
 
     Args:
         lengths: tokens per document, at least 2 each.
@@ -61,7 +63,8 @@ def plan_rows(lengths: Sequence[int] | I64, seq_len: int, ahead: int, strategy: 
         ahead: targets per query: 1 for the next token, and 1 for each MTP depth.
 
     Raises:
-        ConfigError: `seq_len` or `ahead` is below 1, or a document is shorter than 2 tokens.
+        ConfigError: `seq_len` or `ahead` is below 1 (`seq_len` below 2 for "whole"), or a document is shorter than 2
+            tokens.
     """
     sizes = np.asarray(lengths, dtype=np.int64)
     for name, value in (("seq_len", seq_len), ("ahead", ahead)):
@@ -73,8 +76,13 @@ def plan_rows(lengths: Sequence[int] | I64, seq_len: int, ahead: int, strategy: 
         pieces, rows = _best_fit(sizes, seq_len)
     elif strategy == "concatenate":
         pieces, rows = _concatenate(sizes, seq_len)
+    elif strategy == "whole":
+        if seq_len < 2:
+            raise ConfigError("seq_len", seq_len, "must be at least 2 for whole documents")
+        pieces = _cut(sizes, seq_len - 1)
+        rows = np.arange(len(pieces[0]))
     else:
-        raise ConfigError("strategy", strategy, "must be best-fit or concatenate")
+        raise ConfigError("strategy", strategy, "must be best-fit, concatenate or whole")
 
     document, start, predictions = pieces
     row_starts = np.searchsorted(rows, np.arange(rows.max(initial=-1) + 2))
@@ -88,11 +96,7 @@ def plan_rows(lengths: Sequence[int] | I64, seq_len: int, ahead: int, strategy: 
 
 def _best_fit(sizes: I64, seq_len: int) -> tuple[tuple[I64, I64, I64], I64]:
     """Pieces (document, start, predictions) and their rows, ordered by row."""
-    counts = -(-(sizes - 1) // seq_len)
-    document = np.repeat(np.arange(len(sizes)), counts)
-    start = (np.arange(len(document)) - np.repeat(np.cumsum(counts) - counts, counts)) * seq_len
-    predictions = np.minimum(sizes[document] - 1 - start, seq_len)
-
+    document, start, predictions = _cut(sizes, seq_len)
     order = np.argsort(-predictions, kind="stable")
     row_of = np.zeros(len(document), dtype=np.int64)
     # Rows by free slots, and one bit per amount of which there is a row: the lowest bit at or above a piece's slots
@@ -116,6 +120,14 @@ def _best_fit(sizes: I64, seq_len: int) -> tuple[tuple[I64, I64, I64], I64]:
             available |= 1 << (room - slots)
     by_row = order[np.argsort(row_of[order], kind="stable")]
     return (document[by_row], start[by_row], predictions[by_row]), row_of[by_row]
+
+
+def _cut(sizes: I64, most: int) -> tuple[I64, I64, I64]:
+    """Pieces (document, start, predictions) of so many predictions at most, in the order of the documents."""
+    counts = -(-(sizes - 1) // most)
+    document = np.repeat(np.arange(len(sizes)), counts)
+    start = (np.arange(len(document)) - np.repeat(np.cumsum(counts) - counts, counts)) * most
+    return document, start, np.minimum(sizes[document] - 1 - start, most)
 
 
 def _concatenate(sizes: I64, seq_len: int) -> tuple[tuple[I64, I64, I64], I64]:

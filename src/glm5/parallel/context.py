@@ -181,15 +181,26 @@ def context_ways(world: World) -> Ways:
 
     Ranks that torchrun started on one host are neighbours (LOCAL_WORLD_SIZE of them). Every process calls this.
     """
-    mesh = world.mesh
-    per_host = int(os.environ.get("LOCAL_WORLD_SIZE", world.size)) // mesh.tp
-    if per_host < 2 or mesh.cp <= per_host or mesh.cp % per_host:
+    mesh, per_host = world.mesh, _per_host(world, world.mesh.cp)
+    if per_host is None:
         return world.group("cp")
     mine: Hierarchy | None = None
     for line in world.base.mesh.transpose(2, 3).reshape(-1, mesh.cp).tolist():
         mine = Hierarchy.build(line, per_host) or mine
     assert mine is not None
     return mine
+
+
+def _per_host(world: World, ranks: int) -> int | None:
+    """How many of so many neighbours are on one host; None where all are, or hosts do not divide them."""
+    per_host = int(os.environ.get("LOCAL_WORLD_SIZE", world.size)) // world.mesh.tp
+    return None if per_host < 2 or ranks <= per_host or ranks % per_host else per_host
+
+
+def context_groups(world: World) -> ContextGroups:
+    """Groups of every size of a mesh's data-parallel ranks. Every process calls this."""
+    lines = world.base.mesh.permute(0, 2, 3, 1).reshape(-1, world.mesh.dp).tolist()
+    return ContextGroups(lines, _per_host(world, world.mesh.dp))
 
 
 class ContextGroups:

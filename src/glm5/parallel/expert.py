@@ -58,6 +58,7 @@ class SpreadExperts(Experts):
     """Experts of which this rank holds `E / R`: parameters are DTensors, Shard(0) over the axis `ep`."""
 
     world: World
+    alike = True  # in training, data ranks run as many tokens as each other
 
     def held(self) -> tuple[Tensor, Tensor]:
         return _working(self.gate_up_proj), _working(self.down_proj)
@@ -68,8 +69,8 @@ class SpreadExperts(Experts):
         """As `Experts.forward`. `other` is called while tokens are on their way: what it gives the device to do is done
         meanwhile, and its backward pass while their gradients are on the way back."""
         tensor, ranks = self.world.group("tp"), self.world.count("ep")
-        # In training, data ranks have as many tokens as each other: with few ranks it is less to give all to everyone.
-        alike = tensor.size() == self.world.count("cp") == 1 and torch.is_grad_enabled()
+        # With few ranks it is less to give all to everyone, where each has as many tokens.
+        alike = self.alike and tensor.size() == self.world.count("cp") == 1 and torch.is_grad_enabled()
         if alike and ranks <= expert_NM.shape[1]:
             return self._everyone(x_ND, expert_NM, weight_NM, other)
         if tensor.size() == 1:

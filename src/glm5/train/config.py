@@ -47,6 +47,11 @@ class TrainConfig:
     by_work: bool = False
     """Deal a step's rows to data-parallel ranks by the work of the documents in them, so that none waits long for
     another. Changes no gradient but in its last digits. Needs mtp_share 1, which takes a step's first rows."""
+    context_groups: int = 0
+    """Tokens that a rank holds at once, where data-parallel ranks divide into context-parallel groups of 1, 2, 4, ...
+    for every batch, as its lengths ask for: a long document is shared by many, short ones run beside it. Rows are then
+    documents of up to seq_len tokens, each as long as it is, and micro_batch does not matter. 0: rows are packed to one
+    length. Needs mtp_share 1 and a mesh of dp, tp, ep and shard alone."""
     balance_weight: float = 1e-4
     """Weight of the sequence-wise balance loss."""
     bias_rate: float = 1e-3
@@ -87,6 +92,12 @@ class TrainConfig:
         if self.by_work and self.mtp_depths and self.mtp_share < 1:
             raise ConfigError("by_work", True, f"needs mtp_share=1, not {self.mtp_share}")
         late = ("late_mtp_weight", "late_bias_rate")
+        if self.context_groups < 0:
+            raise ConfigError("context_groups", self.context_groups, "must be at least 0")
+        if self.context_groups and self.by_work:
+            raise ConfigError("context_groups", self.context_groups, "deals by work itself: leave by_work out")
+        if self.context_groups and self.mtp_depths and self.mtp_share < 1:
+            raise ConfigError("context_groups", self.context_groups, f"needs mtp_share=1, not {self.mtp_share}")
         for name in ("mtp_weight", "balance_weight", "bias_rate", "indexer_weight", "weight_decay", "clip", *late):
             if not 0 <= (getattr(self, name) or 0) < float("inf"):
                 raise ConfigError(name, getattr(self, name), "must be a finite number of at least 0")

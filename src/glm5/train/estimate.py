@@ -89,8 +89,7 @@ def estimate(
         # a time: what goes in, and what comes out.
         gathered = sum(units.values()) if whole else units[""] + sum(blocks[:2])
         gathered += 4 * sum(wide.values()) if whole else 4 * 2 * max(wide.values(), default=0.0)
-    rows = min(train.micro_batch, train.batch.final // mesh.dp)
-    own = rows * seq_len / mesh.cp
+    together, own = _tokens_at_once(train, seq_len, mesh)
     width = 2 if bf16 else 4
     kept = list(_kept_elements(config, train, seq_len))
     if recompute:
@@ -98,10 +97,10 @@ def estimate(
         kept[: config.num_hidden_layers] = [_again(config, x, recompute) for x in kept[: config.num_hidden_layers]]
         kept.append(largest)
     activations = own * sum(kept) * width / mesh.pp
-    if mesh.cp > 1 and config.attention == "mla":  # every layer keeps the latent rows of all positions, gathered
+    if together > own and config.attention == "mla":  # every layer keeps the latent rows of all positions, gathered
         row = config.latent_dim + (config.index_head_dim if train.trains_indexer else 0)
         layers = 1 if "layer" in recompute or "attention" in recompute else config.num_hidden_layers
-        activations += rows * seq_len * row * width * (layers / mesh.pp + 2)  # and of one the fp32 gradient
+        activations += together * row * width * (layers / mesh.pp + 2)  # and of one the fp32 gradient
     chunk = CHUNK_ELEMENTS["cuda" if device.startswith("cuda") else "cpu"]
     samples = train.batch.seen(train.steps)
     head = config.vocab_size // mesh.tp
@@ -117,6 +116,14 @@ def estimate(
         logits=round(2 * 4 * min(chunk, own * head) + 4 * head * config.hidden_size),
         gathered=round(gathered),
     )
+
+
+def _tokens_at_once(train: TrainConfig, seq_len: int, mesh: Mesh) -> tuple[float, float]:
+    """Tokens of a micro-batch that ranks share, at most, and those of them that a rank runs."""
+    if train.context_groups:
+        return train.context_groups * mesh.dp, train.context_groups
+    rows = min(train.micro_batch, train.batch.final // mesh.dp)
+    return rows * seq_len, rows * seq_len / mesh.cp
 
 
 def _share(role: ParamRole, mesh: Mesh) -> tuple[float, float]:

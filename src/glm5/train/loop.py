@@ -29,6 +29,7 @@ from glm5.train.checkpoint import CheckpointStore
 from glm5.train.config import TrainConfig
 from glm5.train.drive import drive
 from glm5.train.estimate import count_parameters
+from glm5.train.groups import Groups
 from glm5.train.losses import router_bias_update
 from glm5.train.meter import Meter, memory_mib
 from glm5.train.objective import Objective
@@ -140,6 +141,8 @@ class Trainer:
         self.finished_steps = 0
         self.samples = 0
         self._ahead: tuple[int, int, list[Rows]] | None = None  # first sample, count, and the rows that were read
+        grouped = self.config.context_groups
+        self.groups = Groups(grouped, self.loader.dataset, self.cost, self.ranks, self._parts) if grouped else None
 
     @property
     def _parts(self) -> Any:
@@ -179,6 +182,7 @@ class Trainer:
             "tokens": self.tokens,
             "tokens_per_second": counts.tokens / seconds,
             **self.meter.speed(counts, seconds),
+            **({} if self.groups is None else self.groups.figures(self.samples - counts.rows)),
             "memory_mib": float(
                 self.ranks.largest(torch.tensor(memory_mib(self.model.device), device=self.ranks.device))
             ),
@@ -263,6 +267,8 @@ class Trainer:
             return self._ahead[2]
         size, dataset, device = self.config.micro_batch, self.loader.dataset, self.model.device
         numbers = self.loader.rows(first, count)
+        if self.groups is not None:
+            return self.groups.rows(first, numbers, device)
         if self.config.by_work:
             numbers = numbers[in_turn(dataset.work(numbers, self.cost), self.ranks.count("dp"))]
         numbers = self.ranks.share(numbers)

@@ -25,6 +25,7 @@ from glm5.model.glm5 import GLM5
 from glm5.parallel.mesh import World
 from glm5.text.tokenizer import Tokenizer, load_tokenizer
 from glm5.train.config import TrainConfig
+from glm5.train.groups import rows_for
 from glm5.train.loop import MAY_DIFFER, Trainer
 from glm5.train.prepare import STDLIB, Prepared, Say, TextConfig
 from glm5.train.ranks import Ranks
@@ -242,8 +243,6 @@ def _prepared(
 
 def _loader(stage: Stage, data: dict[str, Prepared]) -> MixedLoader:
     """A stage's rows."""
-    rows = {
-        source.path: TokenDataset(data[source.path].training.store, stage.seq_len, data[source.path].training.ahead)
-        for source in stage.sources
-    }
+    made = {source.path: data[source.path].training for source in stage.sources}
+    rows = {path: rows_for(stage.train, TokenDataset(d.store, stage.seq_len, d.ahead)) for path, d in made.items()}
     return MixedLoader(MixedDataset(rows), {s.path: s.ratio for s in stage.sources}, stage.train.seed)

@@ -46,6 +46,7 @@ class Objective:
         """
         config = self.config
         wanted: dict[str, Any] = dict(indexer=config.trains_indexer, balance=config.trains_model, total=rows.total)
+        wanted["sequences"] = rows.sequence_BT
         trunk, mtp = Aux(**wanted, valid=rows.valid_BT()), Aux(**wanted)
         hidden = [
             model.hidden(
@@ -58,7 +59,10 @@ class Objective:
             )
         ]
         targets = [rows.targets[0]]
-        kept, counted = self.ranks.mtp_rows(self.counts.mtp_rows, first, len(rows.ids_BS))
+        if rows.sequences:  # all of them or none, on every rank
+            kept = counted = len(rows.ids_BS) if self.counts.mtp_rows else 0
+        else:
+            kept, counted = self.ranks.mtp_rows(self.counts.mtp_rows, first, len(rows.ids_BS))
         if kept:
             share = rows.head(kept, counted)
             depths = model.mtp_hidden(

@@ -23,6 +23,7 @@ from glm5.model.presets import nano
 from glm5.parallel.mesh import Mesh, World
 from glm5.text.tokenizer import Tokenizer, load_tokenizer
 from glm5.train.config import TrainConfig
+from glm5.train.groups import rows_for
 from glm5.train.loop import MAY_DIFFER, Trainer
 from glm5.train.prepare import Prepared, Say, TextConfig
 from glm5.train.ranks import Ranks
@@ -209,6 +210,7 @@ def pretrain(config: PretrainConfig, say: Say = print, checked: Callable[[], Non
                 vocab_size=config.model.vocab_size,
                 begun=begun,
             )
+            data = replace(data, training=rows_for(config.train, data.training))
             check_stage(config.train, config.model, data.training)
             checked()
             trainer = train(config, data, run, world)

@@ -29,6 +29,7 @@ from glm5.train.rows import Rows
 from glm5.utils.errors import ConfigError, UserError
 
 if TYPE_CHECKING:
+    from glm5.parallel.context import ContextGroups
     from glm5.parallel.exchange import Ways
     from glm5.parallel.muon import Holdings
     from glm5.parallel.pipeline.engine import Pipeline
@@ -69,6 +70,9 @@ def check_batch(config: TrainConfig, mesh: Mesh) -> None:
     Raises:
         ConfigError: they cannot; it names the field.
     """
+    if config.context_groups:
+        check_groups(config, mesh)
+        return
     batch, dealt = config.batch, mesh.dp
     sizes = [("batch.initial", batch.initial), ("batch.final", batch.final)]
     sizes += [("batch.multiple", batch.multiple)] if batch.initial != batch.final and batch.ramp else []
@@ -93,6 +97,20 @@ def check_batch(config: TrainConfig, mesh: Mesh) -> None:
             )
 
 
+def check_groups(config: TrainConfig, mesh: Mesh) -> None:
+    """Whether the data-parallel ranks of a mesh can be divided into groups.
+
+    Raises:
+        ConfigError: they cannot.
+    """
+    if mesh.pp * mesh.cp > 1:
+        rule = f"needs a mesh without pp and cp, and this is {mesh}"
+        raise ConfigError("context_groups", config.context_groups, rule)
+    if mesh.dp & (mesh.dp - 1):
+        rule = f"needs dp to be a power of two, and it is {mesh.dp}"
+        raise ConfigError("context_groups", config.context_groups, rule)
+
+
 class Ranks:
     """This process among those that train together.
 
@@ -109,6 +127,7 @@ class Ranks:
         self.alone = world is None
         self.copies = world is not None and gather_once and world.count("shard") == world.count("pp") == 1
         self._ways: Ways | None = None  # between context-parallel ranks
+        self._groups: ContextGroups | None = None
 
     @property
     def main(self) -> bool:
@@ -244,6 +263,17 @@ class Ranks:
         if self._ways is None:
             self._ways = context_ways(self.world)
         return rows.shared(ContextRows(spans, rows.first_BS, self._ways))
+
+    @property
+    def groups(self) -> ContextGroups | None:
+        """Groups of every size of the data-parallel ranks, made on the first call, which all make; None alone."""
+        if self.world is None:
+            return None
+        if self._groups is None:
+            from glm5.parallel.context import context_groups
+
+            self._groups = context_groups(self.world)
+        return self._groups
 
     def mtp_rows(self, rows: int, first: int, count: int) -> tuple[int, int]:
         """Of this rank's rows `first .. first + count - 1` of a step: how many run MTP, and how many of those count.

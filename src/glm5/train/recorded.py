@@ -33,7 +33,8 @@ log = logging.getLogger(__name__)
 def records(config: TrainConfig, ranks: Ranks, device: torch.device) -> bool:
     """Whether a stage's micro-batches are to be recorded here."""
     whole = ranks.alone or (ranks.copies and ranks.count("cp") == ranks.count("tp") == ranks.count("ep") == 1)
-    return config.cuda_graphs and device.type == "cuda" and whole and config.stage == "pretrain"
+    alike = config.stage == "pretrain" and not config.context_groups
+    return config.cuda_graphs and device.type == "cuda" and whole and alike
 
 
 class Recorder(Protocol):

@@ -31,6 +31,8 @@ class Rows:
         plain: every slot is of one document, which begins with its row.
         held: the positions that this process holds, where others hold the rest: targets, inputs and what is valid are
             then of those, while ids and documents are the whole rows'.
+        sequences: where above 0, how many sequences the rows hold, which are their documents, numbered from 0; else
+            every row is one.
     """
 
     ids_BS: Tensor
@@ -39,6 +41,7 @@ class Rows:
     targets: tuple[tuple[Tensor, Tensor], ...]
     plain: bool
     held: ContextRows | None = None
+    sequences: int = 0
 
     @classmethod
     def of(cls, batch: Batch, device: torch.device) -> Rows:
@@ -75,6 +78,13 @@ class Rows:
     def tensors(self) -> list[Tensor]:
         """All that lies on the device."""
         return [self.ids_BS, self.document_BS, self.first_BS, *(t for pair in self.targets for t in pair)]
+
+    @property
+    def sequence_BT(self) -> tuple[Tensor, int] | None:
+        """As `glm5.model.trace.Aux` takes it."""
+        if not self.sequences:
+            return None
+        return self._own(self.document_BS[:, : self.seq_len]).clamp(min=0).long(), self.sequences
 
     def _own(self, x_BT: Tensor) -> Tensor:
         return x_BT if self.held is None else self.held.own(x_BT)
@@ -116,6 +126,8 @@ class Rows:
     def head(self, rows: int, counted: int | None = None) -> Rows:
         """The first so many rows, of which all after the first `counted` are turned into padding."""
         counted = rows if counted is None else counted
+        if rows == counted == len(self.ids_BS):
+            return self
         targets = tuple((target_BT[:rows], weight_BT[:rows]) for target_BT, weight_BT in self.targets)
         document_BS, first_BS, plain = self.document_BS[:rows], self.first_BS[:rows], self.plain
         if counted < rows:

@@ -23,6 +23,7 @@ from glm5.parallel.mesh import World
 from glm5.text.tokenizer import load_tokenizer
 from glm5.train.config import TrainConfig
 from glm5.train.evaluate import held_out, indexer_recall
+from glm5.train.groups import rows_for
 from glm5.train.loop import MAY_DIFFER, Trainer
 from glm5.train.prepare import STDLIB, Prepared, Say, TextConfig
 from glm5.train.ranks import Ranks
@@ -135,7 +136,7 @@ def sparsify(config: SparsifyConfig, say: Say = print, checked: Callable[[], Non
                 begun=begun,
             )
             for stage in (config.warmup, config.adapt):  # what contradicts the second is said before the first
-                check_stage(stage, model.config, data.training)
+                check_stage(stage, model.config, rows_for(stage, data.training))
             check_weights(model, world)
             checked()
             stages = Stages(config, model if world is None else model.to(world.device), data, world)
@@ -161,7 +162,7 @@ class Stages:
 
     def train(self, stage: TrainConfig, directory: Path, title: str) -> Trainer:
         """Run a stage, and take up what it made; on several ranks by way of DIRECTORY/model."""
-        config, loader = self.config, Loader(self.data.training, stage.seed)
+        config, loader = self.config, Loader(rows_for(stage, self.data.training), stage.seed)
         how = (self.world, config.pipeline, config.gather_once, config.prefetch)
         trainer = Trainer(stage, self.model, loader, directory, *how)
         trainer.run(title=title)

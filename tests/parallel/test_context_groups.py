@@ -1,0 +1,177 @@
+"""Documents of all lengths over ranks that divide into groups for every step: one process's loss and gradient."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from glm5.data.loader import TokenDataset
+from glm5.data.mixing import MixedDataset
+from glm5.parallel.expert import SpreadExperts
+from glm5.parallel.mesh import Mesh, World
+from glm5.train.config import TrainConfig
+from glm5.train.groups import rows_for
+from glm5.train.loop import Trainer
+from glm5.train.ranks import check_batch
+from glm5.utils.errors import ConfigError
+from support.parallel import apart, gradients, make
+from support.ranks import run_ranks
+from support.training import LetterTokenizer, documents
+
+TOLERANCE = 3e-5
+LONGEST, HELD = 96, 128  # tokens of a document, and of all ranks together
+# One is cut, one takes three ranks' tokens, and many are short.
+LENGTHS = (150, 20, 9, 61, 33, 5, 80, 47, 12, 7, 25, 40)
+ROWS = 13
+STAGES: dict[str, dict[str, Any]] = {
+    "pretrain": dict(),
+    "warmup": dict(stage="warmup", mtp_depths=1),
+    "sparse": dict(stage="sparse", mtp_depths=2),
+}
+APART = ("tokens_per_second", "tflops_per_device", "memory_mib", "indexer_kl", "indexer_recall", "attention_logit_max")
+OF_THE_PLAN = ("imbalance", "imbalance_uniform")
+
+
+def _data(directory: Path) -> TokenDataset:
+    return TokenDataset.open(directory / "tokens", LONGEST, 4, "whole")
+
+
+def _trainer(world: World | None, directory: str | Path, run: str, **changes: Any) -> Trainer:
+    """As `make`, on whole documents."""
+    return make(world, directory, run, seq_len=LONGEST, strategy="whole", rows=ROWS, **changes)
+
+
+@pytest.fixture(scope="module")
+def expected(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Tokens, and what one process makes of each stage's step by rows of one length, padded."""
+    torch.set_num_threads(1)
+    directory = tmp_path_factory.mktemp("one")
+    TokenDataset.build(documents(LENGTHS), LetterTokenizer(), directory / "tokens", LONGEST, 4, "whole")
+    for name, options in STAGES.items():
+        of = _trainer(None, directory, f"run-{name}", **options)
+        found, metrics = gradients(of)
+        biases = [r.e_score_correction_bias.clone() for r in of.routers]
+        torch.save((found, metrics, biases), directory / f"{name}.pt")
+    return directory
+
+
+def _compare(world: World | None, directory: str) -> tuple[list[str], dict[str, Any], list[int]]:
+    """What is wrong on this rank, the metrics of the first stage, and this rank's places in its micro-steps."""
+    wrong: list[str] = []
+    said: dict[str, Any] = {}
+    sizes: list[int] = []
+    count, run = (1, "grouped") if world is None else (world.count("dp"), str(world.mesh))
+    for name, options in STAGES.items():
+        found, metrics, biases = torch.load(f"{directory}/{name}.pt")
+        of = _trainer(world, directory, f"{run}-{name}", context_groups=HELD // count, **options)
+        assert all(not m.alike for m in of.model.modules() if isinstance(m, SpreadExperts))
+        own, figures = gradients(of)
+        wrong += [f"{name}: gradient of {w}" for w in apart(found, own, TOLERANCE)]
+        if not all(map(torch.equal, biases, (r.e_score_correction_bias for r in of.routers))):
+            wrong.append(f"{name}: router biases")
+        for key, value in metrics.items():
+            close = isinstance(value, float) and abs(figures[key] - value) <= 1e-4 * abs(value) + 1e-7
+            if isinstance(value, float) and key not in APART and not close:
+                wrong.append(f"{name}: {key} is {figures[key]}, not {value}")
+        if not said:
+            said = {k: figures[k] for k in (*OF_THE_PLAN, "context_groups", "context_steps")}
+            assert of.groups is not None
+            plan = of.groups.plan(of.loader.rows(0, ROWS))
+            place = 0 if world is None else world.place("dp")
+            groups = [plan.group_of(step, place) for step in range(len(plan.steps))]
+            sizes = [0 if g is None else g.size for g in groups]
+    return wrong, said, sizes
+
+
+@pytest.mark.parametrize("mesh", ["dp=4,ep=2,shard=2", "dp=2,tp=2"])
+def test_one_step_equals_one_process(mesh: str, expected: Path) -> None:
+    results = run_ranks(Mesh.parse(mesh).size, mesh, _compare, str(expected))
+    for rank, (wrong, _, _) in enumerate(results):
+        assert not wrong, f"rank {rank}: {wrong[:8]}"
+    said = results[0][1]
+    assert all(other == said for _, other, _ in results)
+    assert 1.0 <= said["imbalance"] <= said["imbalance_uniform"]
+    if mesh.startswith("dp=4"):
+        assert set(said["context_groups"]) == {"1", "2", "4"}
+        assert said["imbalance"] < 0.95 * said["imbalance_uniform"]
+        assert any(0 in sizes for *_, sizes in results)  # a rank that rests runs padding
+
+
+def test_one_process_packs_them_for_itself(expected: Path) -> None:
+    torch.set_num_threads(1)
+    wrong, said, sizes = _compare(None, str(expected))
+    assert not wrong
+    assert set(sizes) == {1}
+    assert said["context_steps"] < ROWS
+
+
+def _goes_on(world: World, directory: str) -> tuple[list[float], list[float]]:
+    """Losses of two steps, of a run that goes on to them from its checkpoint and of one that never stopped."""
+    options: dict[str, Any] = dict(context_groups=HELD // world.size, micro_batch=1)
+    whole = _trainer(world, directory, f"cut-{world.size}", **options)
+    for _ in range(2):
+        whole.step()
+    whole.save()
+    whole.store.wait()
+    again = _trainer(world, directory, f"cut-{world.size}", **options)
+    again.resume()
+    assert again.finished_steps == 2
+    a, b = ([of.step()["loss"] for _ in range(2)] for of in (again, whole))
+    return a, b
+
+
+def test_a_resumed_run_makes_the_same_groups(expected: Path) -> None:
+    for a, b in run_ranks(2, "dp=2", _goes_on, str(expected)):
+        assert a == b
+
+
+def test_rows_of_whole_documents(expected: Path) -> None:
+    data = _data(expected)
+    assert data.rows == ROWS
+    assert data.lengths(range(ROWS)).max() == LONGEST
+    # Every prediction is made once: pieces share the token at which they are cut.
+    assert int(data.lengths(range(ROWS)).sum()) - ROWS == int((data.store.lengths - 1).sum())
+    one = data.end_to_end([3, 1, 12], 160)
+    used = data.lengths([3, 1, 12])
+    assert (one.document_BS >= 0).sum() == used.sum()
+    assert one.document_BS[0, : used.sum()].tolist() == np.repeat(range(3), used).tolist()
+    alone = [data.batch([row]) for row in (3, 1, 12)]
+    for depth in (1, 2, 4):
+        target, weight = one.targets(depth)
+        wanted = [b.targets(depth)[0][0, :n][b.targets(depth)[1][0, :n] > 0] for b, n in zip(alone, used, strict=True)]
+        assert target[weight > 0].tolist() == np.concatenate(wanted).tolist()
+    assert one.num_bytes_BT.sum() == sum(b.num_bytes_BT.sum() for b in alone)
+    empty = data.end_to_end([], 16)
+    assert empty.document_BS.max() == -1
+    assert not empty.loss_BS.any()
+    both = MixedDataset({"a": data, "b": data})
+    assert both.lengths([2, ROWS + 3]).tolist() == data.lengths([2, 3]).tolist()
+    with pytest.raises(ConfigError, match="must hold"):
+        data.end_to_end([3, 1, 12], int(used.sum()) - 1)
+    assert rows_for(TrainConfig(), data) is data
+    packed = TokenDataset.open(expected / "tokens", LONGEST, 4)
+    assert rows_for(TrainConfig(context_groups=8), packed).rows == ROWS
+
+
+@pytest.mark.parametrize(
+    ("mesh", "rule"),
+    [("dp=3", "dp to be a power of two, and it is 3"), ("dp=2,cp=2", "without pp and cp"), ("dp=2,pp=2", "without pp")],
+)
+def test_meshes_that_cannot_be_grouped(mesh: str, rule: str) -> None:
+    with pytest.raises(ConfigError, match=rule):
+        check_batch(TrainConfig(context_groups=64), Mesh.parse(mesh))
+
+
+def test_settings_that_contradict_groups(expected: Path) -> None:
+    with pytest.raises(ConfigError, match="needs mtp_share=1"):
+        TrainConfig(context_groups=8, mtp_share=0.5)
+    with pytest.raises(ConfigError, match="leave by_work out"):
+        TrainConfig(context_groups=8, by_work=True)
+    with pytest.raises(ConfigError, match="must be at least 96"):
+        _trainer(None, expected, "small", context_groups=95)
+    with pytest.raises(ConfigError, match="best-fit"):
+        make(None, expected, "packed", context_groups=96)
