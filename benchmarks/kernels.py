@@ -280,6 +280,11 @@ def bench_prepare_case(table: Table, tokens: int) -> None:
     floor = floor_us(2.0 * parameters, 2.0 * parameters * tokens)
     for name, call in (("ours", ours), ("torch", plain)):
         table.add("preparation", f"{tokens} tokens", name, call, sets, floor, check)
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as found:
+        ours(0)
+        torch.cuda.synchronize()
+    launches = sum(e.count for e in found.key_averages() if e.self_device_time_total > 0)
+    print(f"preparation of {tokens} tokens: {launches} launches", flush=True)
 
 
 def bench_router(table: Table) -> None:
