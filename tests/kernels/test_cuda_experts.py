@@ -117,5 +117,5 @@ def test_64k_tokens_at_full_width() -> None:
     gate, up = torch.einsum("nd,efd->nef", x[some].float(), gate_up.bfloat16().float()).chunk(2, -1)
     each = torch.einsum("nef,edf->ned", torch.nn.functional.silu(gate) * up, down.bfloat16().float())
     oracle = torch.einsum("ned,ne->nd", each.gather(1, expert[some, :, None].expand_as(each)), weight[some])
-    for found, most in ((y, 8e-3), (in_8_bits, 5e-2)):
+    for found, most in ((y, 8e-3), (in_8_bits, 0.1)):
         assert ((found - oracle).norm(dim=-1) < most * oracle.norm(dim=-1)).all()
