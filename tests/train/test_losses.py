@@ -146,6 +146,22 @@ def test_balance_loss_ignores_padding_and_adds_up_over_sequences():
     torch.testing.assert_close(whole, sum(parts))
 
 
+def test_balance_of_the_sequences_of_a_row_is_that_of_rows():
+    g = _generator()
+    scores = torch.rand(2, 12, 8, generator=g)
+    experts = torch.rand(2, 12, 8, generator=g).topk(2, -1).indices
+    number = torch.tensor([[0] * 5 + [1] * 4 + [0] * 3, [2] * 12])
+    valid = torch.tensor([[True] * 9 + [False] * 3, [True] * 10 + [False] * 2])
+    rows = [(0, slice(0, 5)), (0, slice(5, 9)), (1, slice(0, 10))]
+    found, wanted = scores.clone().requires_grad_(), scores.clone().requires_grad_()
+    whole = sequence_balance_loss(found, experts, valid, sequences=(number, 4))  # one of them elsewhere
+    parts = sum(sequence_balance_loss(wanted[b, s][None], experts[b, s][None]) for b, s in rows)
+    torch.testing.assert_close(whole, parts)
+    whole.backward()
+    parts.backward()
+    torch.testing.assert_close(found.grad, wanted.grad)
+
+
 def test_balance_gradient_pushes_scores_of_busy_experts_down():
     scores = torch.full((1, 4, 3), 0.5, requires_grad=True)
     experts = torch.zeros(1, 4, 1, dtype=torch.int64)
