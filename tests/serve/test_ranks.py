@@ -403,6 +403,13 @@ def test_no_bit_depends_on_the_batch_over_ranks(
 def _recorded(world: World, checkpoints: list[str]) -> Any:
     """Every rank's steps."""
     _as_on_gpus()
+    renewed, renew = [0], rank_graphs.Recordings.renew
+
+    def counted(recordings: rank_graphs.Recordings) -> None:
+        renewed[0] += 1
+        renew(recordings)
+
+    rank_graphs.Recordings.renew = counted  # type: ignore[method-assign]
     some = slice(world.place("dp"), None, world.mesh.dp)
 
     def lead(leader: Leader) -> dict[str, Any]:
@@ -418,6 +425,15 @@ def _recorded(world: World, checkpoints: list[str]) -> Any:
         engine.release_memory(("kv_cache", "cuda_graph"))
         engine.resume_memory(("kv_cache", "cuda_graph"))
         found["resumed"] = answers(engine, prompts()[some])
+        # One loses its recordings, while another one's steps replay them; then all record anew.
+        leader.together("one of them", lambda: None)
+        before = renewed[0]
+        if world.place("dp"):
+            engine.release_memory(("kv_cache", "cuda_graph"))
+            engine.resume_memory(("kv_cache", "cuda_graph"))
+        found["beside"] = answers(engine, prompts()[some])
+        leader.together("all of them", lambda: None)
+        found["renewed"] = renewed[0] > before
         engine.close()
         return found
 
@@ -436,7 +452,9 @@ def test_recorded_steps_on_every_rank(mesh: str, checkpoints: list[str], expecte
             same(found[name], expected[name][mine])
             assert found[f"{name}, recorded"] > 3
             assert all(steps > 3 for steps in found[f"{name}, drafts"])
-        same(found["resumed"], expected["preempted"][mine])
+        for again in ("resumed", "beside"):
+            same(found[again], expected["preempted"][mine])
+        assert found["renewed"] == ("ep" in mesh)
     if "dp" not in mesh:
         assert all(map(torch.equal, results[0][1], results[1][1]))  # the same pages on both, the spare one included
 

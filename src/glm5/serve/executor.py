@@ -168,13 +168,13 @@ class Executor:
 
     def release(self, *, pages: bool) -> None:
         """Give the memory of recorded steps back, and that of the pages, whose content is lost."""
-        if pages:
-            self.cache.release()
-        for graphs in self._all_graphs():
+        for graphs in self._all_graphs():  # first: other ranks' steps replay ours as long as they are there
             graphs.forget()
         self._graphs = None
         if self.drafter is not None:
             self.drafter.recorded = None, None
+        if pages:
+            self.cache.release()
         if self._model.device.type == "cuda":
             torch.cuda.empty_cache()
 
