@@ -38,7 +38,7 @@ def model() -> Iterator[GLM5]:
     config = ModelConfig(
         num_hidden_layers=3,
         first_k_dense_replace=1,
-        n_routed_experts=32,
+        n_routed_experts=16,
         vocab_size=VOCABULARY,
         eos_token_id=(0,),
         pad_token_id=0,
