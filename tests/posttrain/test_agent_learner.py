@@ -18,6 +18,7 @@ from glm5.posttrain.losses import glm5_agentic
 from glm5.posttrain.outcome import Outcome, State
 from glm5.posttrain.record import Record
 from glm5.posttrain.store import Store
+from glm5.train.ranks import Ranks
 from glm5.train.schedule import LearningRate
 from glm5.utils.errors import ConfigError, UserError
 from glm5.utils.runlog import read_metrics
@@ -65,12 +66,14 @@ class Drawers:
         return {"engine/idle": 0.25}
 
 
-def learner(directory: Path, store: Store, drawers: Drawers, **changes: Any) -> AgentLearner:
+def learner(
+    directory: Path, store: Store | None, drawers: Drawers | None, ranks: Ranks | None = None, **changes: Any
+) -> AgentLearner:
     config = LearnConfig(
         **{**dict(steps=STEPS, updates=UPDATES, lr=LearningRate(1e-3, 1e-3), save_every=2, row_tokens=64), **changes}
     )
     intake = IntakeConfig(GROUPS, max_staleness=2)
-    return AgentLearner(config, intake, policy(), glm5_agentic(), directory, "data", VOCAB, store, drawers)
+    return AgentLearner(config, intake, policy(), glm5_agentic(), directory, "data", VOCAB, store, drawers, ranks)
 
 
 def run(of: AgentLearner) -> AgentLearner:

@@ -51,12 +51,15 @@ class Even(TaskService):
         return judged(float(sum(ord(letter) % 2 for letter in said) * 2 > len(said)))
 
 
-@pytest.fixture(scope="module")
-def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> str:
+def saved(path: Path) -> str:
     torch.set_num_threads(1)
-    path = tmp_path_factory.mktemp("base")
     save_model(tiny_model(0, vocab_size=T.vocab_size, eos_token_id=T.stop_ids), path, tokenizer=T)
     return str(path)
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return saved(tmp_path_factory.mktemp("base"))
 
 
 def config(checkpoint: str, run: Path, **changes: Any) -> AgentConfig:

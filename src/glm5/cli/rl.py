@@ -37,8 +37,9 @@ variable GLM5_JUDGE_KEY. Weights and gates are --reward.weights... and --reward.
 AGENT = """Asynchronous reinforcement learning of agents: glm5 rl agent CHECKPOINT --tasks FILE.py:Class [options].
 
 Engine, gateway, orchestrator and learner run in this process, tasks too or wherever they register (--desk). With
---cluster ray, Ray places engines and tasks on the nodes of its cluster. The loss is the report's Eq. 3 to 5.
-docs/agent-rl.md says more. Needs the extra `serve`; a cluster also `cluster`."""
+--mesh dp=N the learner is N processes on as many devices of this host. With --cluster ray, Ray places engines and
+tasks on the nodes of its cluster. The loss is the report's Eq. 3 to 5. docs/agent-rl.md says more. Needs
+the extra `serve`; a cluster also `cluster`."""
 
 RATE = """Measure how often a policy passes each prompt: glm5 rl rate CHECKPOINT --data FILE --out RATED [options].
 
@@ -119,6 +120,10 @@ def said(found: Reasoned, say: Say) -> None:
 
 
 def _agent(arguments: list[str]) -> int:
+    return spoken_once(lambda say: _agent_here(arguments, say))
+
+
+def _agent_here(arguments: list[str], say: Say) -> int:
     try:
         from glm5.posttrain.agent_run import AgentConfig, agent, resolve
     except ModuleNotFoundError as error:
@@ -127,14 +132,17 @@ def _agent(arguments: list[str]) -> int:
     # `--cluster ray` is short for `--cluster.kind ray`.
     arguments = [f"--cluster.kind{a[9:]}" if a.partition("=")[0] == "--cluster" else a for a in arguments]
     config = parse(AgentConfig, arguments, prog="glm5 rl agent", description=AGENT, first="checkpoint")
-    for line in describe(to_dict(resolve(config)[0])):
-        print(line)
-    found = agent(config)
-    print(f"learned   {found.steps:,} steps from {sum(found.states.values()):,} samples: {counts(found.states)}")
+    resolved, _ = resolve(config)
+    if (status := several("rl", resolved, ["agent", *arguments])) is not None:
+        return status
+    for line in describe(to_dict(resolved)):
+        say(line)
+    found = agent(config, say)
+    say(f"learned   {found.steps:,} steps from {sum(found.states.values()):,} samples: {counts(found.states)}")
     for task, after in found.held_out.get("after", {}).items():
-        print(f"held out  {task}: {found.held_out['before'].get(task, 0.0):.1%} before, {after:.1%} after")
-    print(f"run       {found.run}  (`glm5 watch {found.run}`, `glm5 trajectories {found.run}/trajectories.sqlite`)")
-    print(f"next      glm5 chat {found.model}")
+        say(f"held out  {task}: {found.held_out['before'].get(task, 0.0):.1%} before, {after:.1%} after")
+    say(f"run       {found.run}  (`glm5 watch {found.run}`, `glm5 trajectories {found.run}/trajectories.sqlite`)")
+    say(f"next      glm5 chat {found.model}")
     return 0
 
 

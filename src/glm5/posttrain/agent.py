@@ -31,6 +31,7 @@ from glm5.posttrain.rows import Trajectory
 from glm5.posttrain.store import Sample, Store
 from glm5.text.tokenizer import Tokenizer
 from glm5.train.drive import Asked
+from glm5.train.ranks import Ranks
 from glm5.utils.errors import ConfigError, UserError
 
 LEDGER = "trajectories.sqlite"  # in the run's directory
@@ -89,7 +90,8 @@ class AgentLearner(Learner):
     """See the module.
 
     Args:
-        ledger: the run's trajectory store, in which `drawers` start and deliver samples. data: see `Learner`.
+        ledger: the run's trajectory store, in which `drawers` start and deliver samples; the main rank alone has both,
+            and hands each update's trajectories to all. data, ranks: see `Learner`.
     """
 
     def __init__(
@@ -101,37 +103,57 @@ class AgentLearner(Learner):
         directory: Path,
         data: str,
         vocab_size: int,
-        ledger: Store,
-        drawers: Drawers,
+        ledger: Store | None,
+        drawers: Drawers | None,
+        ranks: Ranks | None = None,
     ) -> None:
-        super().__init__(config, model, loss, directory, data, vocab_size)
+        super().__init__(config, model, loss, directory, data, vocab_size, ranks)
         self.intake, self.ledger, self.drawers = intake, ledger, drawers
         self.tokenizer: Tokenizer | None = None  # for `IntakeConfig.retokenise`
         self.updates = 0
+        self._settled: list[Settled] = []  # in this step
         self._waited = 0.0
         self._worked = 0.0
+
+    @property
+    def _mine(self) -> tuple[Store, Drawers]:
+        assert self.ledger is not None, "of the main rank"
+        assert self.drawers is not None, "of the main rank"
+        return self.ledger, self.drawers
 
     # ------------------------------------------------------------------ a step
     def step(self, stop: Asked) -> dict[str, Any] | None:
         """Updates, each from the groups that are there next. A stop between two of them ends the step early."""
         found: list[dict[str, float]] = []
-        settled: list[Settled] = []
+        self._settled = []
         self._waited = self._worked = 0.0
         for _ in range(self.config.updates):
-            made = self._groups(stop)
-            if made is None:
+            dealt = self.ranks.from_main(lambda: self._next(stop))
+            if dealt is None:
                 break
             began = time.perf_counter()
-            found.append(self.learn([self._batch(made)]))
+            trajectories, rollouts = dealt
+            found.append(self.learn([Batch(self.rows(trajectories), rollouts)]))
             self.updates += 1
-            self.ledger.close_samples(made.trained, step=self.updates)
-            settled.append(made)
+            self.ranks.on_main(self._close)
             self._worked += time.perf_counter() - began
-        if not settled:
+        if not found:
             return None
         if self.intake.reset_optimizer:
             self.optimizer.reset()
-        return {**intake_figures(settled, self.finished_steps), **together(found)}
+        taken = intake_figures(self._settled, self.finished_steps) if self.ranks.main else {}
+        return {**taken, **together(found)}
+
+    def _next(self, stop: Asked) -> tuple[list[Trajectory], int] | None:
+        """On the main rank: what the next update reads, and how many its rollouts are numbered to."""
+        made = self._groups(stop)
+        if made is None:
+            return None
+        self._settled.append(made)
+        return self._trajectories(made)
+
+    def _close(self) -> None:
+        self._mine[0].close_samples(self._settled[-1].trained, step=self.updates)
 
     def _groups(self, stop: Asked) -> Settled | None:
         """What the next update reads, as soon as enough is there; None if a stop was asked for before.
@@ -140,11 +162,12 @@ class AgentLearner(Learner):
             UserError: the rollouts teach nothing.
         """
         began, intake = time.perf_counter(), self.intake
+        ledger, drawers = self._mine
         gone = Settled()
         try:
             while True:
                 made = take(
-                    self.ledger,
+                    ledger,
                     intake.groups,
                     self.finished_steps,
                     intake.max_staleness,
@@ -163,42 +186,48 @@ class AgentLearner(Learner):
                     )
                 if stop():
                     return None
-                self.drawers.check()
+                drawers.check()
+                self.ranks.at(self.finished_steps, "0 rollouts and updates")  # it waits, and does not stand still
                 time.sleep(LOOK_S)
         finally:
             self._waited += time.perf_counter() - began
 
-    def _batch(self, made: Settled) -> Batch:
+    def _trajectories(self, made: Settled) -> tuple[list[Trajectory], int]:
         trajectories: list[Trajectory] = []
-        rollouts = 0
+        rollouts, ledger = 0, self._mine[0]
         for one in (one for group in made.taken for one in group):
-            records = self.ledger.records(one.sample.id)
+            records = ledger.records(one.sample.id)
             if self.intake.retokenise:
                 assert self.tokenizer is not None, "it makes the ids"
                 records = [retokenised(record, self.tokenizer) for record in records]
             for _ in range(one.copies):
                 trajectories += [record.trajectory(rollouts, one.advantage) for record in records]
                 rollouts += 1
-        return Batch(self.rows(trajectories), rollouts)
+        return trajectories, rollouts
 
     def push(self) -> None:
-        self.drawers.push(self.model, self.finished_steps)
+        model = self.whole()
+        self.ranks.on_main(lambda: self._mine[1].push(model, self.finished_steps))
 
     def figures(self) -> dict[str, Any]:
+        return self.ranks.on_main(self._figures) or {}
+
+    def _figures(self) -> dict[str, Any]:
         waited, worked = self._waited, self._worked
+        ledger, drawers = self._mine
         return {
             "idle/trainer": waited / max(1e-9, waited + worked),
             "time/wait": waited,
             "time/update": worked,
-            "queue/ready": len(self.ledger.ready(4 * self.intake.groups)),
+            "queue/ready": len(ledger.ready(4 * self.intake.groups)),
             "updates": self.updates,
-            **self.drawers.figures(),
+            **drawers.figures(),
         }
 
     # ------------------------------------------------------------------ state
     def resume(self) -> list[str]:
         warnings = super().resume()
-        self.drawers.begin()
+        self.ranks.on_main(lambda: self._mine[1].begin())
         return warnings
 
     def kept(self) -> dict[str, Any]:
@@ -206,10 +235,12 @@ class AgentLearner(Learner):
 
     def rewind(self, state: Mapping[str, Any]) -> None:
         self.updates = state.get("updates", 0)
-        self.ledger.rewind(self.updates)
+        self.ranks.on_main(lambda: self._mine[0].rewind(self.updates))
 
     def summary(self) -> dict[str, Any]:
-        counts = self.ledger.counts()
+        if not self.ranks.main:
+            return super().summary()
+        counts = self._mine[0].counts()
         return {"updates": self.updates, "started": counts.started, "states": counts.by_status, **super().summary()}
 
 

@@ -6,8 +6,9 @@
 All but the learner run in one event loop (`engines`) and in the engine's own thread. Nothing waits for anything else
 but for room: the orchestrator never has more samples open than the learner takes within its bound of staleness. A run
 that was killed goes on when the same command is given again; rollouts that were under way are run anew. With
-`intake.max_staleness=0` it is the synchronous loop, in which each batch waits for its slowest rollout. Source: report,
-sections 3.3, 3.6 and 4.1. Read next: `agent`, `engines`, `glm5.posttrain.rollout.orchestrator`.
+`intake.max_staleness=0` it is the synchronous loop, in which each batch waits for its slowest rollout. With `mesh` the
+learner is several processes, of which the first has all the rest as well. Source: report, sections 3.3, 3.6 and 4.1.
+Read next: `agent`, `engines`, `glm5.posttrain.rollout.orchestrator`.
 """
 
 from __future__ import annotations
@@ -18,8 +19,8 @@ import json
 import math
 import os
 import time
-from collections.abc import Callable, Sequence
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any, Literal
@@ -32,6 +33,7 @@ from glm5.agents.service import TaskService
 from glm5.model.config import ModelConfig
 from glm5.model.glm5 import GLM5
 from glm5.model.weights import load_model
+from glm5.parallel.mesh import Mesh
 from glm5.posttrain.agent import LEDGER, AgentLearner, IntakeConfig
 from glm5.posttrain.cluster import Cluster, ClusterConfig
 from glm5.posttrain.engines import Engines, InFlight
@@ -50,9 +52,11 @@ from glm5.serve.config import EngineConfig
 from glm5.serve.weights import JOIN_TIMEOUT
 from glm5.text.tokenizer import Tokenizer, load_tokenizer
 from glm5.train.prepare import Say
+from glm5.train.ranks import Ranks
+from glm5.train.together import MESH_MAY_DIFFER, ProcessConfig, check_weights, claimed, together
 from glm5.utils.devices import resolve_device
 from glm5.utils.errors import ConfigError, UserError
-from glm5.utils.files import exclusive, require_writable, write_json
+from glm5.utils.files import write_json
 from glm5.utils.http import client
 
 GREEDY = 1e-4  # a temperature at which the likeliest id is drawn; sessions have none of 0
@@ -71,7 +75,7 @@ ALSO_MAY_DIFFER = {
         "overlap",
     ),
     *("concurrency", "max_open", "lead", "retries", "losses", "grace_s", "beat_s", "silent_s", "patience_s", "look_s"),
-    *("cuda_graphs", "eval_rollouts", "patience", *(of.name for of in fields(ClusterConfig))),
+    *("cuda_graphs", "eval_rollouts", "patience", *(of.name for of in fields(ClusterConfig)), *MESH_MAY_DIFFER),
 }
 FIRST_S = 60.0  # a task must be there after so long, or held-out figures would be of none
 
@@ -93,8 +97,9 @@ class Sampling:
 
 
 @dataclass(frozen=True)
-class AgentConfig:
-    """Asynchronous reinforcement learning of agents."""
+class AgentConfig(ProcessConfig):
+    """Asynchronous reinforcement learning of agents. The mesh is the learner's: its first process has all the rest,
+    too, with `engine` on its device."""
 
     checkpoint: str = ""
     """The model to begin with: a directory in the public layout, with its tokenizer."""
@@ -125,14 +130,16 @@ class AgentConfig:
     intake: IntakeConfig = field(default_factory=IntakeConfig)
     learn: LearnConfig = field(default_factory=LearnConfig)
     loss: LossConfig = field(default_factory=glm5_agentic)
-    device: str = "auto"
-    """cpu, cuda or cuda:N, for learner and engine; auto is a GPU where there is one."""
     eval_every: int = 0
     """Steps between measurements of held-out prompts of every task, which are also measured before and after."""
     eval_rollouts: int = 0
     """Held-out prompts of each task, with greedy answers; 0 measures none."""
 
     def __post_init__(self) -> None:
+        super().__post_init__()
+        mesh = Mesh.parse(self.mesh)
+        if (mesh.pp, mesh.cp, mesh.tp) != (1, 1, 1):
+            raise ConfigError("mesh", self.mesh, "may have dp, and ep and shard, which fold on it")
         for name in ("eval_every", "eval_rollouts"):
             if getattr(self, name) < 0:
                 raise ConfigError(name, getattr(self, name), "must be at least 0")
@@ -336,43 +343,68 @@ def agent(
     """
     if services and config.cluster.kind:
         raise ConfigError("cluster.kind", config.cluster.kind, "places services by name only: give them as tasks")
+    load = () if config.cluster.kind else config.tasks
     if services and not config.tasks:
         config = replace(config, tasks=tuple(f"{type(s).__module__}:{type(s).__name__}" for s in services))
-    elif not config.cluster.kind:
-        services = [*services, *load_tasks(config.tasks)]
     config, shape = resolve(config)
-    run = require_writable(config.run)
-    with exclusive(run / ".rl.lock"):
-        begin(run, config.checkpoint, config, ALSO_MAY_DIFFER)
+    run = Path(config.run)
+    with together(config, run, shape) as world, ExitStack() as held:
+        ranks = Ranks(world)
+        hosted = ranks.on_main(lambda: [*services, *load_tasks(load)]) or []
+        held.enter_context(claimed(run, ".rl.lock", ranks))
+        ranks.on_main(lambda: begin(run, config.checkpoint, config, ALSO_MAY_DIFFER))
         tokenizer = load_tokenizer(config.checkpoint)
-        model = load_model(config.checkpoint, device=config.device, dtype="float32")
-        named = [s.name for s in services] or config.tasks
-        say(f"tasks     {', '.join(named) or 'those that register'}")
-        with (
-            Cluster(config.cluster) if config.cluster.kind else nullcontext() as cluster,
-            Store(run / LEDGER) as store,
-            Field(config, _engines(config, model, tokenizer, shape, cluster), store, services, cluster) as of,
-        ):
-            if cluster is not None:
-                say(f"cluster   engines at {', '.join(one.url for one in cluster.engines.values())}")
-            if config.desk:
-                say(f"desk      task services register at http://{config.desk}")
-            vocab = min(shape.vocab_size, tokenizer.vocab_size)
-            digest = hashlib.sha256(json.dumps(sorted(config.tasks)).encode()).hexdigest()
-            learner = AgentLearner(config.learn, config.intake, model, config.loss, run, digest, vocab, store, of)
-            learner.tokenizer = tokenizer
-            measure = Measure(run / "held-out.json", lambda: of.success(config.eval_rollouts), learner)
-            if config.eval_rollouts:
-                learner.measure, learner.measure_every = measure, config.eval_every
-            learner.run(
-                resolved=config, title="agent", may_differ=ALSO_MAY_DIFFER,
-                on_step=None if on_step is None else lambda of: on_step(learner),
-            )  # fmt: skip
-            path = learner.export(tokenizer)
-            states = {state: n for state, n in store.counts().by_status.items() if n}
+        device = config.device if world is None else str(world.device)
+        model = load_model(config.checkpoint, device=device, dtype="float32")
+        check_weights(model, world)
+        of = ranks.on_main(lambda: held.enter_context(_field(config, model, tokenizer, shape, hosted, say)))
+        store = None if of is None else of.store
+        vocab = min(shape.vocab_size, tokenizer.vocab_size)
+        digest = hashlib.sha256(json.dumps(sorted(config.tasks)).encode()).hexdigest()
+        learner = AgentLearner(config.learn, config.intake, model, config.loss, run, digest, vocab, store, of, ranks)
+        learner.tokenizer = tokenizer
+
+        def success() -> dict[str, float]:
+            return ranks.from_main(lambda: {} if of is None else of.success(config.eval_rollouts))
+
+        measure = Measure(run / "held-out.json", success, learner)
+        if config.eval_rollouts:
+            learner.measure, learner.measure_every = measure, config.eval_every
+        learner.run(
+            resolved=config, title="agent", may_differ=ALSO_MAY_DIFFER,
+            on_step=None if on_step is None else lambda of: on_step(learner),
+        )  # fmt: skip
+        path = learner.export(tokenizer)
+        counted = ranks.from_main(lambda: {} if store is None else store.counts().by_status)
+        states = {state: n for state, n in counted.items() if n}
         found = Learned(run, path, learner.finished_steps, measure.ends(), states)
-        write_json(run / "result.json", {"steps": found.steps, "held_out": found.held_out, "states": found.states})
+        result = {"steps": found.steps, "held_out": found.held_out, "states": found.states}
+        ranks.on_main(lambda: write_json(run / "result.json", result))
     return found
+
+
+@contextmanager
+def _field(
+    config: AgentConfig,
+    model: GLM5,
+    tokenizer: Tokenizer,
+    shape: ModelConfig,
+    services: Sequence[TaskService],
+    say: Say,
+) -> Iterator[Field]:
+    """All that the main rank has beside the learner."""
+    named = [s.name for s in services] or config.tasks
+    say(f"tasks     {', '.join(named) or 'those that register'}")
+    with (
+        Cluster(config.cluster) if config.cluster.kind else nullcontext() as cluster,
+        Store(Path(config.run) / LEDGER) as store,
+        Field(config, _engines(config, model, tokenizer, shape, cluster), store, services, cluster) as of,
+    ):
+        if cluster is not None:
+            say(f"cluster   engines at {', '.join(one.url for one in cluster.engines.values())}")
+        if config.desk:
+            say(f"desk      task services register at http://{config.desk}")
+        yield of
 
 
 def _engines(
