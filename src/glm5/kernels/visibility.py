@@ -6,11 +6,42 @@ form. Read next: `attention`, `indexer`.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 import torch
 from torch import Tensor
+
+# Documents of a micro-batch are padded to a multiple of so many, so that few numbers of them occur.
+SEGMENTS = 32
+
+
+@dataclass(frozen=True)
+class Layout:
+    """How packed rows lie, known without a look at the device.
+
+    Attributes:
+        whole: how many rows at the beginning are of one document each. edges: int32, of the rows after them, flattened:
+            where each document begins and the last ends, the end several times. longest: no document is longer.
+        padded: whether some query sees nothing.
+    """
+
+    whole: int
+    edges: Tensor
+    longest: int
+    padded: bool
+
+    @classmethod
+    def of(cls, first_BT: Tensor, device: torch.device) -> Layout:
+        """Of rows on the host, as `Visibility.documents` takes them."""
+        queries = first_BT.shape[1]
+        whole = int((first_BT == 0).all(1).long().cumprod(0).sum())
+        first, last = first_BT[whole:], torch.arange(queries).expand(len(first_BT) - whole, -1)
+        edges = _edges(first, last).to(torch.int32)
+        edges = torch.cat((edges, edges[-1:].expand(-(len(edges) - 1) % SEGMENTS)))
+        if device.type == "cuda":
+            edges = edges.pin_memory()
+        return cls(whole, edges.to(device, non_blocking=True), queries, bool((first > last).any()))
 
 
 @dataclass(frozen=True)
@@ -23,6 +54,7 @@ class Visibility:
             use a fused causal kernel; None says nothing.
         slots: upper bound (exclusive) of the slots that any query sees, known without reading the tensors.
         packed: set when rows are packed documents, each query at its own slot, which sees its document so far.
+        layout: of packed rows, where it is known.
     """
 
     first_BT: Tensor
@@ -30,6 +62,7 @@ class Visibility:
     slots: int
     offset: int | None = None
     packed: bool = False
+    layout: Layout | None = None
 
     @classmethod
     def causal(cls, batch: int, queries: int, offset: int = 0, device: torch.device | str | None = None) -> Visibility:
@@ -39,11 +72,11 @@ class Visibility:
         return cls(torch.zeros_like(last_T).expand(batch, queries), last_BT, offset + queries, offset)
 
     @classmethod
-    def documents(cls, first_BT: Tensor) -> Visibility:
+    def documents(cls, first_BT: Tensor, layout: Layout | None = None) -> Visibility:
         """Causal attention inside packed documents: `first_BT[b, t]` is the slot where t's document begins."""
         batch, queries = first_BT.shape
         last_BT = torch.arange(queries, device=first_BT.device).expand(batch, queries)
-        return cls(first_BT.long(), last_BT, queries, packed=True)
+        return cls(first_BT.long(), last_BT, queries, packed=True, layout=layout)
 
     def tile(self, start: int, stop: int) -> Visibility:
         """The same for queries `start:stop`, with `slots` tightened where that is known."""
@@ -69,23 +102,23 @@ class Visibility:
         """Of packed rows, flattened: where each document begins and the last ends, int32; the longest's length; whether
         there is padding.
 
-        Padding between documents is a segment too. Made once for all layers of a call; waits for the device.
+        Padding between documents is a segment too. Made once for all layers of a call; waits for the device unless the
+        layout is known.
         """
-        begins_BT = self.first_BT == self.last_BT
-        empty_BT = self.first_BT > self.last_BT
-        begins_BT[:, 1:] |= empty_BT[:, 1:] & ~empty_BT[:, :-1]
-        begins_BT[:, 0] = True
-        end = torch.full((1,), begins_BT.numel(), device=begins_BT.device)
-        edges = torch.cat((begins_BT.flatten().nonzero()[:, 0], end))
+        if self.layout is not None and self.layout.whole == 0:
+            return self.layout.edges, self.layout.longest, self.layout.padded
+        edges, empty_BT = _edges(self.first_BT, self.last_BT), self.first_BT > self.last_BT
         longest, padded = torch.stack((edges.diff().max(), empty_BT.any().long())).tolist()
         return edges.to(torch.int32), longest, bool(padded)
 
     @cached_property
     def whole_first(self) -> tuple[int, Visibility]:
         """Of packed rows: how many at the beginning are of one document each, and what the rows after them see. Made
-        once for all layers of a call; waits for the device."""
-        whole = int((self.first_BT == 0).all(1).long().cumprod(0).sum())
-        return whole, Visibility(self.first_BT[whole:], self.last_BT[whole:], self.slots, packed=True)
+        once for all layers of a call; waits for the device unless the layout is known."""
+        known = self.layout
+        whole = known.whole if known is not None else int((self.first_BT == 0).all(1).long().cumprod(0).sum())
+        layout = None if known is None else replace(known, whole=0)
+        return whole, Visibility(self.first_BT[whole:], self.last_BT[whole:], self.slots, packed=True, layout=layout)
 
     @cached_property
     def positions_BTK(self) -> Tensor:
@@ -96,3 +129,20 @@ class Visibility:
     def count_BT(self) -> Tensor:
         """Visible slots per query; 0 for padding."""
         return (self.last_BT - self.first_BT + 1).clamp(min=0)
+
+
+def inside(first_BS: Tensor, depth: int, queries: int) -> Tensor:
+    """Of packed rows of S slots: where each query's document begins, or, where the slot `depth` ahead lies in another
+    document, one past the queries, who then see nothing."""
+    first_BT = first_BS[:, :queries]
+    return first_BT.masked_fill(first_BS[:, depth : depth + queries] != first_BT, queries)
+
+
+def _edges(first_BT: Tensor, last_BT: Tensor) -> Tensor:
+    """int64: where each document of packed rows, flattened, begins and the last ends."""
+    begins_BT = first_BT == last_BT
+    empty_BT = first_BT > last_BT
+    begins_BT[:, 1:] |= empty_BT[:, 1:] & ~empty_BT[:, :-1]
+    begins_BT[:, :1] = True
+    end = torch.full((1,), begins_BT.numel(), device=begins_BT.device)
+    return torch.cat((begins_BT.flatten().nonzero()[:, 0], end))

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from glm5.kernels.basic import JOIN_UP_TO, rotations
-from glm5.kernels.visibility import Visibility
+from glm5.kernels.visibility import Visibility, inside
 from glm5.model.block import Block
 from glm5.model.cache import Cache, SharedRows, cache_widths
 from glm5.model.config import ModelConfig
@@ -164,6 +164,7 @@ class GLM5(nn.Module):
         trace: Trace | None = None,
         aux: Aux | None = None,
         embedded: Tensor | None = None,
+        visible: Visibility | None = None,
         checked: bool = False,
     ) -> Tensor:
         """The trunk's hidden states after the final norm, [B, T, D]: what the head and MTP read.
@@ -172,6 +173,7 @@ class GLM5(nn.Module):
         for the device. Whoever changes weights then calls `forget_joined`.
         With `SharedRows` they are the positions held here.
         `embedded` [B, T, D] enters the first block in place of the ids' embeddings: a pipeline stage's input.
+        `visible`, in place of `documents`, says what each position sees, its own slot the last.
         `checked`: int64 ids and documents are known to be right, as a loader's are; a look would wait for the device.
         """
         if not (checked or isinstance(cache, PagedBatch)):
@@ -187,7 +189,10 @@ class GLM5(nn.Module):
             begins = cache is None or cache.uniform == 0
             if input_ids.numel() <= JOIN_UP_TO and begins and not torch.is_grad_enabled():
                 self.forget_joined()
-            place = self._place(input_ids, attention_mask, documents, cache)
+            if visible is not None:
+                place = Placement(visible, (visible.last_BT - visible.first_BT).clamp(min=0), None, None, None)
+            else:
+                place = self._place(input_ids, attention_mask, documents, cache)
         x = self.model.embed_tokens(input_ids) if embedded is None else embedded
         if trace is not None:
             trace.hidden.append(x)
@@ -216,6 +221,7 @@ class GLM5(nn.Module):
         sparse: bool | None = None,
         trace: Trace | None = None,
         aux: Aux | None = None,
+        visible: Sequence[Visibility] | None = None,
         checked: bool = False,
     ) -> Iterator[Tensor]:
         """MTP in its training form: for d = 1 … depths, hidden states that predict token i + d + 1.
@@ -229,7 +235,7 @@ class GLM5(nn.Module):
                 the indexer's loss does not count them.
             cache: hidden_BTD are the positions of the rows that are held here, while ids_BS are the whole rows, with
                 `depths` tokens after them.
-            checked: see `hidden`.
+            visible: in place of `documents`, of each depth. checked: see `hidden`.
         """
         batch, tokens = hidden_BTD.shape[:2]
         ids_BS = ids_BS if checked else self._checked_ids(ids_BS)
@@ -248,19 +254,19 @@ class GLM5(nn.Module):
             n = min(tokens, ids_BS.shape[1] - depth)
             if n < 1:
                 return
-            if documents is None:
-                visible = Visibility.causal(batch, n, device=self.device)
+            if visible is not None:
+                seen = visible[depth - 1]
+            elif documents is None:
+                seen = Visibility.causal(batch, n, device=self.device)
+            elif documents.shape[1] == ids_BS.shape[1]:
+                seen = Visibility.documents(inside(documents, depth, n))
             else:
-                first_BT = documents[:, :n]
-                if documents.shape[1] == ids_BS.shape[1]:
-                    crossing_BT = documents[:, depth : depth + n] != first_BT
-                    first_BT = first_BT.masked_fill(crossing_BT, n)
-                visible = Visibility.documents(first_BT)
+                seen = Visibility.documents(documents[:, :n])
             hidden_BTD = self.mtp.predict(
                 embedded[:, depth : depth + n],
                 hidden_BTD[:, :n],
-                self._rope((visible.last_BT - visible.first_BT).clamp(min=0)),
-                visible,
+                self._rope((seen.last_BT - seen.first_BT).clamp(min=0)),
+                seen,
                 sparse=sparse,
                 trace=trace,
                 aux=aux,

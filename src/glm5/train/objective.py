@@ -48,10 +48,12 @@ class Objective:
         wanted: dict[str, Any] = dict(indexer=config.trains_indexer, balance=config.trains_model, total=rows.total)
         wanted["sequences"] = rows.sequence_BT
         trunk, mtp = Aux(**wanted, valid=rows.valid_BT()), Aux(**wanted)
+        seen = rows.visible()
         hidden = [
             model.hidden(
                 rows.input_BT,
-                documents=rows.documents_BT,
+                documents=rows.documents_BT if seen is None else None,
+                visible=seen,
                 cache=rows.held,
                 sparse=config.sparse,
                 aux=trunk,
@@ -65,11 +67,13 @@ class Objective:
             kept, counted = self.ranks.mtp_rows(self.counts.mtp_rows, first, len(rows.ids_BS))
         if kept:
             share = rows.head(kept, counted)
+            deep = [v for d in range(1, config.mtp_depths + 1) if (v := share.visible(d)) is not None]
             depths = model.mtp_hidden(
                 hidden[0][:kept],
                 share.ids_BS,
                 config.mtp_depths,
                 documents=share.documents_BS,
+                visible=deep or None,
                 cache=share.held,
                 sparse=config.sparse,
                 aux=mtp,

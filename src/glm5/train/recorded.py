@@ -5,9 +5,9 @@ waits for. Replayed it is one launch. What is recorded reads its rows, and the c
 buffers; its gradients are added to those that the parameters have, which therefore stay where they are from step to
 step. The first micro-batch of each kind runs as it is: it compiles and allocates what must not happen in a recording.
 
-Rows of one document each are recorded, in pre-training on one device, or on several that hold the whole model each.
-Others wait for the device to learn where their documents begin, or for each other between layers. Read next: `loop`,
-`objective`.
+Recorded is pre-training on one device, or on several that hold the whole model each: others wait for each other between
+layers. Rows of several documents are of one kind where as many of them are whole and about as many documents lie in the
+others. Read next: `loop`, `objective`.
 """
 
 from __future__ import annotations
@@ -26,6 +26,9 @@ from glm5.train.config import TrainConfig
 from glm5.train.objective import Objective
 from glm5.train.ranks import Ranks
 from glm5.train.rows import Rows
+
+# Kinds of micro-batches that are recorded; rows of several documents come in many.
+MOST_KINDS = 32
 
 log = logging.getLogger(__name__)
 
@@ -122,9 +125,10 @@ class MicroBatches:
             known.again()
         else:
             known = _Recording(self.model, replace(objective, denominator=tokens), rows, first)
-            if kind is None or kind in self._waiting:
+            new = kind not in self._kinds
+            if kind is None or kind in self._waiting or (new and len(self._kinds) == MOST_KINDS):
                 known.run()
-            elif kind not in self._kinds:
+            elif new:
                 self._kinds[kind] = None
                 if self.recorder.waits(known.run):
                     self._waiting.add(kind)
@@ -137,8 +141,9 @@ class MicroBatches:
 
     def _kind(self, objective: Objective, rows: Rows, first: int) -> Any:
         """All that a recording fixes; None where there can be none."""
-        if not rows.plain or rows.held is not None:
+        if rows.held is not None or not (rows.plain or rows.layouts):
             return None
         config, counts = objective.config, objective.counts
         kept = objective.ranks.mtp_rows(counts.mtp_rows, first, len(rows.ids_BS))
-        return rows.ids_BS.shape, kept, counts.rows, counts.mtp_rows, config.mtp_weight_at(objective.tokens)
+        lie = tuple((x.whole, len(x.edges), x.padded) for x in rows.layouts)
+        return rows.ids_BS.shape, lie, kept, counts.rows, counts.mtp_rows, config.mtp_weight_at(objective.tokens)

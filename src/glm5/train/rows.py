@@ -14,6 +14,7 @@ from torch import Tensor
 
 from glm5.data.loader import Batch, TokenDataset
 from glm5.data.packing import first_and_positions
+from glm5.kernels.visibility import Layout, Visibility, inside
 from glm5.model.config import ModelConfig
 from glm5.train.config import TrainConfig
 from glm5.utils.errors import ConfigError, DataError
@@ -33,6 +34,7 @@ class Rows:
             then of those, while ids and documents are the whole rows'.
         sequences: where above 0, how many sequences the rows hold, which are their documents, numbered from 0; else
             every row is one.
+        layouts: of rows of several documents on a GPU: how they lie for the trunk, and for every MTP depth.
     """
 
     ids_BS: Tensor
@@ -42,6 +44,7 @@ class Rows:
     plain: bool
     held: ContextRows | None = None
     sequences: int = 0
+    layouts: tuple[Layout, ...] = ()
 
     @classmethod
     def of(cls, batch: Batch, device: torch.device) -> Rows:
@@ -52,17 +55,24 @@ class Rows:
         def there(x: Tensor) -> Tensor:  # from pinned memory, where the host need not wait for the device
             return x.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else x.to(device)
 
+        plain = bool((first_BS == 0).all())
+        layouts: tuple[Layout, ...] = ()
+        if device.type == "cuda" and not plain:
+            seen = [first_BS[:, : batch.seq_len], *(inside(first_BS, d, batch.seq_len) for d in range(1, ahead))]
+            layouts = tuple(Layout.of(first_BT, device) for first_BT in seen)
         return cls(
             there(torch.from_numpy(batch.ids_BS)),
             there(torch.from_numpy(batch.document_BS)),
             there(first_BS),
             tuple((there(target_BT), there(weight_BT)) for target_BT, weight_BT in targets),
-            bool((first_BS == 0).all()),
+            plain,
+            layouts=layouts,
         )
 
     def shared(self, held: ContextRows) -> Rows:
         """What this process does of whole rows that others share."""
-        return replace(self, targets=tuple((held.own(t), held.own(w)) for t, w in self.targets), held=held)
+        targets = tuple((held.own(t), held.own(w)) for t, w in self.targets)
+        return replace(self, targets=targets, held=held, layouts=())
 
     @property
     def seq_len(self) -> int:
@@ -77,7 +87,8 @@ class Rows:
     @property
     def tensors(self) -> list[Tensor]:
         """All that lies on the device."""
-        return [self.ids_BS, self.document_BS, self.first_BS, *(t for pair in self.targets for t in pair)]
+        edges = [layout.edges for layout in self.layouts]
+        return [self.ids_BS, self.document_BS, self.first_BS, *(t for pair in self.targets for t in pair), *edges]
 
     @property
     def sequence_BT(self) -> tuple[Tensor, int] | None:
@@ -123,6 +134,15 @@ class Rows:
         """The same for `hidden`, of the queries."""
         return None if self.documents_BS is None else self.first_BS[:, : self.seq_len]
 
+    def visible(self, depth: int = 0) -> Visibility | None:
+        """What the queries see, at an MTP depth those that have a token `depth` ahead in their document; None where
+        `documents_BT` and `documents_BS` say it."""
+        if not self.layouts:
+            return None
+        first_BS, queries = self.first_BS, self.seq_len
+        first_BT = inside(first_BS, depth, queries) if depth else first_BS[:, :queries]
+        return Visibility.documents(first_BT, self.layouts[depth])
+
     def head(self, rows: int, counted: int | None = None) -> Rows:
         """The first so many rows, of which all after the first `counted` are turned into padding."""
         counted = rows if counted is None else counted
@@ -137,7 +157,8 @@ class Rows:
             past = torch.arange(1, first_BS.shape[1] + 1, device=first_BS.device)
             first_BS, plain = torch.where(live, first_BS, past), False
         held = None if self.held is None else self.held.of(first_BS)
-        return Rows(self.ids_BS[:rows], document_BS, first_BS, targets, plain, held)
+        layouts = self.layouts if counted == len(self.ids_BS) else ()
+        return Rows(self.ids_BS[:rows], document_BS, first_BS, targets, plain, held, layouts=layouts)
 
 
 def check_stage(config: TrainConfig, model: ModelConfig, dataset: TokenDataset) -> None:
