@@ -1,7 +1,7 @@
 """Training steps of `nano` (or another preset) on random tokens: tokens/s, and the share of the machine's matrix rate.
 
     python benchmarks/training.py [--preset nano] [--rows 8] [--seq-len 512] [--steps 6] [--threads N] [--device cuda]
-                                  [--stages pretrain,warmup,sparse] [--packed]
+                                  [--stages pretrain,warmup,sparse] [--packed] [--cuda-graphs]
 
 The share is model operations (`glm5.ledger.step`: of the pairs that each document has, MTP depths included) over the
 time, divided by the rate of a large matrix product measured in the same run and dtype. Stages: dense pretraining, the
@@ -84,6 +84,7 @@ def main() -> None:
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--stages", default="pretrain,warmup,sparse")
     parser.add_argument("--packed", action="store_true", help="rows of several documents")
+    parser.add_argument("--cuda-graphs", action="store_true", help="record micro-batches, in pre-training")
     parser.add_argument("--precision", choices=("auto", "fp32", "bf16"), default="auto")
     a = parser.parse_args()
     torch.set_num_threads(a.threads)
@@ -101,6 +102,7 @@ def main() -> None:
                 lr=LearningRate(1e-3, 1e-3, shape="constant"),
                 mtp_depths=a.mtp_depths,
                 precision=a.precision,
+                cuda_graphs=a.cuda_graphs,
                 measure_every=10**6,
             )
             with device:

@@ -8,7 +8,8 @@ the same rows of random tokens, each row one document; the losses of the first s
 it is one model. A step is forward, backward, clipping and update. TFLOP/s count what `glm5.ledger.step` counts for that
 model: 3 times the forward pass of every matrix that a token meets and of causal attention in its expanded form.
 
-    glm5       our Trainer: Muon Split, fp32 master weights, router bias and balance loss
+    glm5       our Trainer: Muon Split, fp32 master weights, router bias and balance loss; micro-batches recorded
+    launched   the same, its micro-batches launched kernel by kernel
     plain      `PlainModel` below: torch's own modules, SDPA and grouped_mm, eager, under FSDP2; fused AdamW on fp32
     deepseek   transformers' Trainer with its DeepSeek-V3 class (the same layers), SDPA and grouped_mm: in bf16 weights,
                and in fp32 ones under autocast; fused AdamW
@@ -49,7 +50,7 @@ from glm5.train.config import TrainConfig
 from glm5.train.loop import Trainer
 from glm5.train.schedule import BatchWarmup, LearningRate
 
-WARM, RATE = 2, 1e-4
+WARM, RATE = 3, 1e-4
 
 
 @dataclass
@@ -99,7 +100,11 @@ class Job:
 # ---- glm5 ---------------------------------------------------------------------------------------------------------
 
 
-def ours(job: Job) -> Steps:
+def launched(job: Job) -> Steps:
+    return ours(job, recorded=False)
+
+
+def ours(job: Job, recorded: bool = True) -> Steps:
     train = TrainConfig(
         steps=job.steps,
         batch=BatchWarmup(job.rows, job.rows, 0),
@@ -107,6 +112,7 @@ def ours(job: Job) -> Steps:
         lr=LearningRate(RATE, RATE, shape="constant"),
         mtp_depths=0,
         measure_every=10**6,
+        cuda_graphs=recorded,
     )
     model = GLM5(job.config, seed=None)
     model.load_state_dict(job.weights)
@@ -375,6 +381,7 @@ def trained_by_transformers(job: Job, kind: str, dtype: torch.dtype) -> Steps:
 
 PEERS: dict[str, tuple[str, Callable[[Job], Steps], str]] = {
     "glm5": ("glm5, Muon Split", ours, "torch"),
+    "launched": ("glm5, Muon Split, not recorded", launched, "torch"),
     "plain": ("PyTorch eager, FSDP2, AdamW", plain, "torch"),
     "deepseek-bf16": ("transformers Trainer, DeepSeek-V3, bf16 weights", deepseek_bf16, "accelerate"),
     "deepseek": ("transformers Trainer, DeepSeek-V3, fp32 weights under autocast", deepseek, "accelerate"),
