@@ -238,6 +238,7 @@ def base(directory: Path, args: argparse.Namespace, seed: int) -> Path:
     shape = {"nano": nano, "mini": mini}[args.preset](
         vocab_size=tokenizer.vocab_size,
         max_position_embeddings=2048,
+        index_topk=1024,  # sessions are shorter: nothing is left out, and the indexers need no training
         **{name: size for name, size in sizes.items() if size},
     )
     if not (directory / "base").exists():
