@@ -120,8 +120,11 @@ def test_teachers_that_cannot_teach_are_refused(tmp_path: Path) -> None:
     given = config(tmp_path)
     with pytest.raises(ConfigError, match="must name a teacher for every domain"):
         resolve(replace(given, teachers=()))
-    with pytest.raises(ConfigError, match="DOMAIN=CHECKPOINT"):
-        replace(given, teachers=("a",))
+    for teacher in ("a", "a=", "a=ftp://x", "a=http://"):
+        with pytest.raises(ConfigError, match=f"teachers='{teacher}': must be"):
+            replace(given, teachers=(teacher,))
+    with pytest.raises(ConfigError, match="teachers='a': has two teachers"):
+        replace(given, teachers=("a=x", "a=y"))
     with pytest.raises(ConfigError, match="must name the domains that there are: a, b"):
         distill(replace(given, teachers=given.teachers[:1]), lambda _: None)
     other = Path(given.paths["b"]) / "tokenizer.json"

@@ -4,6 +4,7 @@ and what cannot be run is said at once."""
 from __future__ import annotations
 
 import json
+import math
 import os
 import signal
 import subprocess
@@ -20,6 +21,7 @@ import torch
 from glm5.model.config import ModelConfig
 from glm5.model.glm5 import GLM5
 from glm5.model.weights import load_model, save_model
+from glm5.posttrain.general import GeneralConfig
 from glm5.posttrain.learner import LearnConfig
 from glm5.posttrain.prompts import Difficulty
 from glm5.posttrain.reason import PromptConfig, ReasonConfig, parse_ratios, prepare_prompts, reason, resolve
@@ -271,3 +273,36 @@ def test_what_cannot_be_run_is_said_at_once(tmp_path: Path) -> None:
         resolve(ReasonConfig(checkpoint=str(tmp_path / "a-run")))
     with pytest.raises(ConfigError, match="updates"):
         LearnConfig(updates=0)
+    with pytest.raises(ConfigError, match=r"prompts\.tasks='gcf': reasoning-gym has no such generator"):
+        prepare_prompts(PromptConfig(tasks=("gcf",)), 0)
+    with pytest.raises(ConfigError, match=r"must name generators of reasoning-gym, or prompts\.data files"):
+        prepare_prompts(PromptConfig(tasks=()), 0)
+    data = (write_prompts(tmp_path / "x.jsonl", 2),)
+    with pytest.raises(ConfigError, match=r"prompts\.ratios=.*must name the domains that there are: a, b"):
+        prepare_prompts(PromptConfig(data=data, ratios=("a=1",)), 0)
+
+
+@pytest.mark.parametrize(
+    ("make", "changes", "match"),
+    [
+        *((RolloutConfig, {"top_p": value}, "top_p=.*0, 1") for value in (0.0, 1.5, math.nan)),
+        (RolloutConfig, {"top_k": -1}, "top_k=-1: must be at least 0; 0 keeps all ids"),
+        *((RolloutConfig, {"memory_gib": value}, "memory_gib=.*of GiB") for value in (0.0, math.nan, math.inf)),
+        (RolloutConfig, {"verifier_timeout": 0.0}, "verifier_timeout=.*of seconds"),
+        (RolloutConfig, {"verifiers": 0}, "verifiers=0: must be at least 1"),
+        (RolloutConfig, {"drafts": -1}, r"drafts=-1: must lie in \[0, 63\], with running=64"),
+        (RolloutConfig, {"drafts": 64, "running": 64}, r"drafts=64: must lie in \[0, 63\]"),
+        *((LearnConfig, {"momentum": value}, r"momentum=.*\[0, 1\)") for value in (1.0, -0.5, math.nan)),
+        (PromptConfig, {"count": 0}, "count=0: must be at least 1"),
+        (PromptConfig, {"held_out_count": -1}, "held_out_count=-1"),
+        (PromptConfig, {"ratios": ("a",)}, "ratios='a': must be DOMAIN=RATIO"),
+        (PromptConfig, {"ratios": ("a=1", "a=2")}, "ratios='a=2': names its domain twice"),
+        *(
+            (kind, {"rollout": RolloutConfig(group=1)}, r"rollout\.group=1: must be at least 2")
+            for kind in (ReasonConfig, GeneralConfig)
+        ),
+    ],
+)
+def test_values_that_no_run_can_use_are_refused(make: Any, changes: dict[str, Any], match: str) -> None:
+    with pytest.raises(ConfigError, match=match):
+        make(**changes)

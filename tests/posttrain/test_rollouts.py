@@ -66,8 +66,8 @@ def both(found: Rollouts, policy: GLM5, groups: list[Group]) -> tuple[Tensor, Te
 @pytest.mark.parametrize("attention", ["dense", "sparse"])
 @pytest.mark.parametrize(
     "settings",
-    [{}, {"temperature": 0.7, "top_p": 0.8}, {"temperature": 1.3, "top_k": 20, "drafts": 2}, {"invariant": True}],
-    ids=["plain", "top-p", "drafts", "invariant"],
+    [{}, {"temperature": 0.7, "top_p": 0.8}, {"temperature": 1.3, "top_k": 20, "drafts": 2}, {"invariant": "off"}],
+    ids=["plain", "top-p", "drafts", "not invariant"],
 )
 def test_the_trainer_repeats_the_engines_log_probabilities(settings: dict[str, Any], attention: str) -> None:
     """Also where the indexer selects: prompts are longer than the 8 positions that a token may read."""
@@ -87,9 +87,34 @@ def test_a_prompts_answers_do_not_depend_on_what_else_is_drawn() -> None:
     alone = rollouts(policy).draw(numbered(3)[2:])[0]
     beside = rollouts(policy).draw(numbered(3))[2]
     assert [s.ids for s in alone.samples] == [s.ids for s in beside.samples]
+    told = [[[x.logprob for x in s.info] for s in g.samples] for g in (alone, beside)]
+    assert told[0] == told[1]  # to the bit: the batch-invariant mode
     assert len({tuple(s.ids) for s in alone.samples}) > 1
     other = rollouts(policy).draw([(7, prompts(3)[2])])[0]
     assert [s.ids for s in other.samples] != [s.ids for s in alone.samples]
+
+
+@pytest.mark.parametrize(
+    ("options", "changes", "why"),
+    [
+        ({}, {}, ""),
+        ({"invariant": "off"}, {}, ""),
+        ({"router_replay": True}, {}, "does not tell the experts"),
+        ({"topk": "racing"}, {}, "nothing is the same twice"),
+        ({"dtype": "bfloat16"}, {}, "needs weights in float32"),
+        ({}, {"n_group": 2}, "written for routing without groups"),
+    ],
+)
+def test_answers_are_batch_invariant_where_that_can_be_had(
+    options: dict[str, Any], changes: dict[str, Any], why: str
+) -> None:
+    found = rollouts(model(**changes), **options)
+    assert found.engine.config.invariant == (not why and options.get("invariant") != "off")
+    assert bool(found.varies) == bool(why)
+    assert why in found.varies
+    if why:  # insisted on, it is refused
+        with pytest.raises(ConfigError, match="invariant"):
+            rollouts(model(**changes), **{**options, "invariant": "on"})
 
 
 def test_pushed_weights_arrive_whole_under_their_version(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -246,6 +271,9 @@ def test_prompts_without_room_for_an_answer_are_named() -> None:
     assert 5 < found.refuse_long(prompts(2)) < 34
     with pytest.raises(DataError, match=r"1 prompts are longer than 34 tokens, 'far' with"):
         found.refuse_long([*prompts(2), *long])
+    found = rollouts(model(max_position_embeddings=64), max_new_tokens=64)
+    with pytest.raises(ConfigError, match=r"rollout\.max_new_tokens=64: must be less than the model's context of 64"):
+        found.refuse_long(prompts(2))
 
 
 @pytest.mark.parametrize(

@@ -107,8 +107,8 @@ def test_given_experts_weigh_by_this_calls_scores() -> None:
 
 
 def test_what_cannot_be_replayed_is_refused() -> None:
-    with pytest.raises(ConfigError, match="router_replay"):
-        RolloutConfig(router_replay=True, invariant=True)
+    with pytest.raises(ConfigError, match="does not tell the experts that router_replay needs"):
+        RolloutConfig(router_replay=True, invariant="on")
     with pytest.raises(ConfigError, match="has no experts"):
         drawn(policy(first_k_dense_replace=3))
     with pytest.raises(DataError, match="experts has 3 entries for 3 ids"):

@@ -13,6 +13,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
+from urllib.parse import urlsplit
 
 import torch
 from torch import Tensor
@@ -68,7 +69,12 @@ class DistillConfig(LoopConfig):
         for text in self.teachers:
             domain, equals, path = text.partition("=")
             if not (domain and equals and path):
-                raise ConfigError("teachers", text, "must be DOMAIN=CHECKPOINT")
+                raise ConfigError("teachers", text, "must be DOMAIN=CHECKPOINT, or DOMAIN=http://HOST:PORT")
+            if "://" in path and not (served(path) and urlsplit(path).hostname):
+                raise ConfigError("teachers", text, "must be http://HOST:PORT, or https, where it is an address")
+        named = [text.partition("=")[0] for text in self.teachers]
+        if twice := [domain for domain in named if named.count(domain) > 1]:
+            raise ConfigError("teachers", twice[0], "has two teachers: give each domain one")
         if not 0 < self.teacher_memory_gib < float("inf"):
             raise ConfigError("teacher_memory_gib", self.teacher_memory_gib, "must be a positive number")
         if self.teacher_engines or any(map(served, self.paths.values())):

@@ -34,6 +34,7 @@ from glm5.posttrain.reason import (
     learned,
     model_config,
     reasoned,
+    require_groups,
 )
 from glm5.posttrain.reward.data import answered
 from glm5.posttrain.reward.hybrid import GENERAL, RULES, Hybrid, RewardConfig
@@ -66,6 +67,10 @@ class GeneralConfig(LoopConfig):
     prompts: PromptConfig = field(default_factory=lambda: PromptConfig(tasks=()))
     reward: RewardConfig = field(default_factory=RewardConfig)
     monitors: MonitorConfig = field(default_factory=MonitorConfig)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        require_groups(self.rollout)
 
 
 # ---------------------------------------------------------------------------------------------------- prompts

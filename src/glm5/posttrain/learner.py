@@ -79,6 +79,8 @@ class LearnConfig:
         for name in ("steps", "updates", "row_tokens", "micro_batch", "save_every", "keep"):
             if getattr(self, name) < 1:
                 raise ConfigError(name, getattr(self, name), "must be at least 1")
+        if not 0 <= self.momentum < 1:
+            raise ConfigError("momentum", self.momentum, "must lie in [0, 1)")
         for name in ("weight_decay", "clip", "indexer_weight"):
             if not 0 <= getattr(self, name) < math.inf:
                 raise ConfigError(name, getattr(self, name), "must be a finite number of at least 0")

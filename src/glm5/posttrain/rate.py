@@ -109,6 +109,8 @@ def rate(config: RateConfig, say: Say = print) -> dict[str, list[float]]:
         )
         prompts = [prompt for _, prompt in rows]
         with rollouts_of(loop, model, prompts, prompts, Ranks(), seed=config.seed) as rollouts:
+            if rollouts.varies:
+                say(f"rollouts  not batch-invariant: {rollouts.varies}")
             size = config.rollout.prompts
             for at in range(len(done), len(rows), size):
                 part = rows[at : at + size]

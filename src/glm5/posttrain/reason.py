@@ -68,6 +68,13 @@ class PromptConfig:
     difficulty: Difficulty = field(default_factory=Difficulty)
     """Which prompts are worth it, by pass rates in the data."""
 
+    def __post_init__(self) -> None:
+        if self.count < 1:
+            raise ConfigError("count", self.count, "must be at least 1")
+        if self.held_out_count < 0:
+            raise ConfigError("held_out_count", self.held_out_count, "must be at least 0; 0 measures none")
+        parse_ratios(self.ratios)
+
 
 @dataclass(frozen=True)
 class LoopConfig(ProcessConfig):
@@ -102,6 +109,20 @@ class LoopConfig(ProcessConfig):
 @dataclass(frozen=True)
 class ReasonConfig(LoopConfig):
     """Reinforcement learning from verified answers."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        require_groups(self.rollout)
+
+
+def require_groups(rollout: RolloutConfig) -> None:
+    """Whether answers can be better than others.
+
+    Raises:
+        ConfigError: there are none beside them.
+    """
+    if rollout.group < 2:
+        raise ConfigError("rollout.group", rollout.group, "must be at least 2: a lone answer is no better than another")
 
 
 @dataclass(frozen=True)
@@ -143,6 +164,8 @@ def prepare_prompts(config: PromptConfig, seed: int, read: Reader = read_prompts
     if config.data:
         train = [p for path in config.data for p in read(path)]
         held_out = [p for path in config.held_out for p in read(path)]
+    elif not config.tasks:
+        raise ConfigError("prompts.tasks", (), "must name generators of reasoning-gym, or prompts.data files")
     else:
         train = prompts_from_rows(task_rows(config.tasks, config.count, seed))
         known = {(p.messages, p.answer) for p in train}
@@ -157,8 +180,12 @@ def prepare_prompts(config: PromptConfig, seed: int, read: Reader = read_prompts
     for p in held_out:
         if len(per_domain.setdefault(p.domain, [])) < config.held_out_count:
             per_domain[p.domain].append(p)
+    try:
+        order = PromptOrder(train, parse_ratios(config.ratios), seed)
+    except ConfigError as e:
+        raise ConfigError(f"prompts.{e.field}", e.value, e.rule) from None
     return Prompts(
-        PromptOrder(train, parse_ratios(config.ratios), seed),
+        order,
         train,
         [p for domain in per_domain.values() for p in domain],
         left_out,
@@ -182,6 +209,8 @@ def task_rows(specs: Sequence[str], count: int, seed: int) -> list[dict[str, Any
             raise ConfigError("prompts.tasks", spec, 'must be NAME or NAME:{"option": value}')
         try:
             rows += gym.rows(name, count, seed, **given)
+        except ConfigError as e:
+            raise ConfigError("prompts.tasks", spec, e.rule) from None
         except (TypeError, AssertionError) as e:
             raise ConfigError("prompts.tasks", spec, f"reasoning-gym does not take these options: {e}") from None
         except ModuleNotFoundError:
@@ -196,6 +225,8 @@ def parse_ratios(given: Sequence[str]) -> dict[str, float] | None:
     ratios = {}
     for text in given:
         domain, equals, ratio = text.rpartition("=")
+        if domain in ratios:
+            raise ConfigError("ratios", text, "names its domain twice")
         try:
             ratios[domain] = float(ratio)
         except ValueError:
@@ -354,6 +385,8 @@ def learned(
             check_weights(model, world)
             everyone = [*prompts.train, *prompts.held_out]
             with rollouts_of(config, model, everyone, judged, ranks) as rollouts:
+                if rollouts.varies:
+                    say(f"rollouts  not batch-invariant: {rollouts.varies}")
                 learner = make(model, rollouts)
                 measure = Measure(run / "held-out.json", lambda: rollouts.success(prompts.held_out), learner)
                 if prompts.held_out:

@@ -16,7 +16,7 @@ import math
 import time
 from collections import Counter, defaultdict
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 import torch
@@ -77,8 +77,9 @@ class RolloutConfig:
     """Lower the reward of answers that come so near to the longest allowed (DAPO); 0 does not."""
     drafts: int = 0
     """Ids that the MTP block drafts in each step of the engine, which changes no answer."""
-    invariant: bool = False
-    """The engine's batch-invariant mode: the same bits whatever runs beside an answer; on a CPU, more slowly."""
+    invariant: Literal["auto", "on", "off"] = "auto"
+    """The engine's batch-invariant mode: an answer has the same bits whatever runs beside it, more slowly. auto: on,
+    where model, device and the other options allow it; where not, the run says why."""
     topk: Literal["stable", "racing"] = "stable"
     """racing: where index scores tie at the k-th place, engine and trainer take positions at random, as kernels whose
     threads race do; to see what that breaks. Once interrupted, such a run does not end in the same bytes."""
@@ -106,20 +107,43 @@ class RolloutConfig:
     """Seconds after which a check is killed and the answer has no verdict."""
 
     def __post_init__(self) -> None:
-        for name in ("prompts", "group", "max_new_tokens", "rounds", "running"):
+        for name in (
+            "prompts",
+            "group",
+            "max_new_tokens",
+            "rounds",
+            "running",
+            "tool_turns",
+            "tool_sessions",
+            "verifiers",
+        ):
             if getattr(self, name) < 1:
                 raise ConfigError(name, getattr(self, name), "must be at least 1")
-        for name in ("tool_turns", "tool_sessions"):
-            if getattr(self, name) < 1:
-                raise ConfigError(name, getattr(self, name), "must be at least 1")
-        if not 0 < self.tool_timeout < math.inf:
-            raise ConfigError("tool_timeout", self.tool_timeout, "must be a positive number of seconds")
+        for name in ("tool_timeout", "verifier_timeout", "memory_gib"):
+            if not 0 < getattr(self, name) < math.inf:
+                what = "GiB" if name == "memory_gib" else "seconds"
+                raise ConfigError(name, getattr(self, name), f"must be a positive number of {what}")
+        if not 0 < self.top_p <= 1:
+            raise ConfigError("top_p", self.top_p, "must lie in (0, 1]; 1 keeps all ids")
+        if self.top_k < 0:
+            raise ConfigError("top_k", self.top_k, "must be at least 0; 0 keeps all ids")
+        most = EngineConfig.max_batched_tokens // self.running - 1
+        if not 0 <= self.drafts <= most:
+            rule = f"must lie in [0, {most}], with running={self.running} answers at a time"
+            raise ConfigError("drafts", self.drafts, rule)
         if not 0 < self.temperature <= 100:
             raise ConfigError("temperature", self.temperature, "must be above 0: greedy answers teach nothing")
-        if self.router_replay and self.invariant:
-            raise ConfigError("router_replay", True, "the engine's batch-invariant mode does not tell its experts")
+        if self.invariant == "on" and (why := self.unsuited):
+            raise ConfigError("invariant", "on", f"{why}: leave one of them out")
         if not 0 <= self.overlong_margin <= self.max_new_tokens:
             raise ConfigError("overlong_margin", self.overlong_margin, f"must lie in [0, {self.max_new_tokens}]")
+
+    @property
+    def unsuited(self) -> str:
+        """Why these options do not go with the batch-invariant mode; empty where they do."""
+        if self.router_replay:
+            return "this mode does not tell the experts that router_replay needs"
+        return "nothing is the same twice with topk=racing" if self.topk == "racing" else ""
 
 
 @dataclass
@@ -233,8 +257,9 @@ class Rollouts:
         model: whose weights the engine begins with, as version "0"; whole. pool: None where nobody judges.
         seed: of the run's draws. ranks: that share prompts out, all calling the same; all have all groups afterwards.
 
-    `judges` gives the verdicts on all answers of some groups, in their order: the verifiers', unless it is replaced. It
-    is asked on the main rank alone, the only one that needs a pool.
+    `varies` says why an answer's bits depend on what runs beside it, where they do and nobody asked for it. `judges`
+    gives the verdicts on all answers of some groups, in their order: the verifiers', unless it is replaced. It is asked
+    on the main rank alone, the only one that needs a pool.
     """
 
     def __init__(
@@ -253,7 +278,7 @@ class Rollouts:
             memory_gib=config.memory_gib,
             max_running=config.running,
             drafts=config.drafts,
-            invariant=config.invariant,
+            invariant=config.invariant == "on",
             overlap=False,
             cuda_graphs=config.topk == "stable",
         )
@@ -262,7 +287,7 @@ class Rollouts:
         served = copy.deepcopy(model).eval().requires_grad_(False).to(getattr(torch, config.dtype))
         if config.topk == "racing":
             served.race(seed + 1)
-        self.engine = Engine(served, settings, tokenizer)
+        self.engine, self.varies = _engine(served, settings, tokenizer, config)
         self.tool = PythonTool(config.tool_timeout, config.tool_sessions) if config.tool == "python" else None
         self.judges: Judges = self._verified
         if pool is not None:
@@ -307,6 +332,9 @@ class Rollouts:
             DataError: one leaves no room for an answer; it names the first such.
         """
         room = self.engine.context - self.config.max_new_tokens
+        if room < 1:
+            rule = f"must be less than the model's context of {self.engine.context} tokens"
+            raise ConfigError("rollout.max_new_tokens", self.config.max_new_tokens, rule)
         lengths = [len(self.ids(p)) for p in prompts]
         long = [(p.id, n) for p, n in zip(prompts, lengths, strict=True) if n > room]
         if long:
@@ -380,6 +408,19 @@ class Rollouts:
             if verdict is not None and verdict.reward is not None:
                 of.setdefault(group.prompt.domain, []).append(verdict.reward)
         return {domain: sum(rewards) / len(rewards) for domain, rewards in of.items()}
+
+
+def _engine(model: GLM5, settings: EngineConfig, tokenizer: Tokenizer, config: RolloutConfig) -> tuple[Engine, str]:
+    """An engine, in the batch-invariant mode if it can be had; else why not."""
+    why = config.unsuited if config.invariant == "auto" else ""
+    if config.invariant != "auto" or why:
+        return Engine(model, settings, tokenizer), why
+    try:
+        return Engine(model, replace(settings, invariant=True), tokenizer), ""
+    except ConfigError as e:
+        if e.field != "invariant":
+            raise
+        return Engine(model, settings, tokenizer), f"the mode {e.rule}"
 
 
 def figures(groups: Sequence[Group]) -> dict[str, Any]:

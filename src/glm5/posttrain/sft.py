@@ -105,6 +105,8 @@ class SftConfig(MeshConfig):
             raise ConfigError("data", twice, "is there twice: give a file once, with its ratio")
         if self.seq_len < 1:
             raise ConfigError("seq_len", self.seq_len, "must be at least 1")
+        if self.held_out_rows is not None and self.held_out_rows < 1:
+            raise ConfigError("held_out_rows", self.held_out_rows, "must be at least 1; leave it out for all rows")
         if self.train.stage == "warmup":
             raise ConfigError("train.stage", "warmup", "trains nothing that speaks; leave it out")
         if self.qat == "off" and self.qat_group != GROUP:

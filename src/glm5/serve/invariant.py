@@ -87,6 +87,8 @@ def check(model: GLM5) -> None:
     Raises:
         ConfigError: of a GPU: no Triton, or widths; of a CPU: the dtype, a bias, or no C++ operators here.
     """
+    if model.config.attention != "mla":
+        raise ConfigError("invariant", True, f"is written for mla, not {model.config.attention}")
     if model.config.n_group > 1:
         raise ConfigError("invariant", True, "is written for routing without groups")
     wrong = _gpu_refuses(model) if on_gpu(model) else _cpu_refuses(model)
