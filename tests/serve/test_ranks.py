@@ -156,6 +156,10 @@ def _tensor_parallel(world: World, checkpoints: list[str]) -> Any:
         assert "weights have not come" in (engine.resting or "")
         engine.update_weights(WeightUpdate("disk", path=checkpoints[0]))
         found["resumed"] = answers(engine, prompts())
+        pages = leader.page_bytes(engine.cache)
+        page = torch.empty(pages.size, dtype=torch.uint8)
+        pages.read(0, page)
+        pages.write(WAYS["drafts"].pages - 1, page)  # as one that another worker has read
         engine.close()
         return found
 
@@ -175,6 +179,10 @@ def test_two_ranks_with_half_of_the_heads_each(checkpoints: list[str], expected:
         same(found[again], expected["drafts"])
     for mine, theirs in zip(pages, their_pages, strict=True):
         assert torch.equal(mine, theirs)  # both ranks computed the same latent rows, keys and states, to the bit
+    *pools, ends = their_pages
+    assert all(torch.equal(pool[:, :64], pool[:, -64:]) for pool in pools)
+    assert all(pool[:, :64].any() for pool in pools)
+    assert torch.equal(ends[0], ends[-1])
     whole = sum(p.numel() for p in agreeable(0).parameters())
     assert held == their_held < 0.65 * whole
 

@@ -23,6 +23,7 @@ from glm5.utils.errors import UserError
 
 if TYPE_CHECKING:
     from glm5.serve.http.server import HttpOptions
+    from glm5.serve.worker import WorkerOptions
 
 T = TypeVar("T")
 
@@ -77,8 +78,9 @@ def main(argv: Sequence[str]) -> int:
         http = replace(http, api_key=os.environ["GLM5_API_KEY"])
     apart = options.join or options.workers_at or options.prefill_workers or options.decode_workers
     if options.mesh:
-        if apart:
-            raise UserError(f"mesh={options.mesh!r} beside prefill or decode workers", "Give one of them")
+        if apart and not options.join:
+            what = f"mesh={options.mesh!r} beside prefill or decode workers"
+            raise UserError(what, "Start the front without a mesh, with --workers-at, and each mesh with --join")
         return _spread(options, http, name, argv)
     if apart:
         return _apart(options, http, name)
@@ -119,6 +121,7 @@ def _spread(options: Any, http: HttpOptions, name: str, argv: Sequence[str]) -> 
             dtype=options.dtype,
             log_level=options.log_level,
             engine=_part(EngineConfig, options),
+            worker=_worker(options) if options.join else None,
         )
         check_options(made)
         if made.mesh.size > 1 and not launched():
@@ -133,26 +136,12 @@ def _spread(options: Any, http: HttpOptions, name: str, argv: Sequence[str]) -> 
 
 def _apart(options: Any, http: HttpOptions, name: str) -> int:
     """Be the front of several workers, or one of them."""
-    from glm5.serve.config import EngineConfig
     from glm5.serve.fleet import Fleet
     from glm5.serve.http.app import create_app, serve
-    from glm5.serve.worker import Crew, WorkerOptions, run
+    from glm5.serve.worker import Crew, run
     from glm5.text.tokenizer import load_tokenizer
 
-    key = os.environ.get("GLM5_WORKER_KEY", "")
-    if (options.join or options.workers_at) and not key:
-        raise UserError("GLM5_WORKER_KEY is not set", "Give all hosts the same secret in the environment")
-    made = WorkerOptions(
-        checkpoint=options.checkpoint,
-        role=options.role,
-        name=f"{options.role}-{socket.gethostname()}-{os.getpid()}",
-        front=options.join,
-        key=key or secrets.token_hex(32),
-        device=options.device,
-        dtype=options.dtype,
-        log_level=options.log_level,
-        engine=_part(EngineConfig, options),
-    )
+    made = _worker(options)
     if options.join:
         return run(made)
     if options.prefill_workers < 0 or options.decode_workers < 0:
@@ -176,6 +165,27 @@ def _apart(options: Any, http: HttpOptions, name: str) -> int:
             raise
         raise crew.failure from None
     return 0
+
+
+def _worker(options: Any) -> WorkerOptions:
+    """What a worker of this host is told."""
+    from glm5.serve.config import EngineConfig
+    from glm5.serve.worker import WorkerOptions
+
+    key = os.environ.get("GLM5_WORKER_KEY", "")
+    if (options.join or options.workers_at) and not key:
+        raise UserError("GLM5_WORKER_KEY is not set", "Give all hosts the same secret in the environment")
+    return WorkerOptions(
+        checkpoint=options.checkpoint,
+        role=options.role,
+        name=f"{options.role}-{socket.gethostname()}-{os.getpid()}",
+        front=options.join,
+        key=key or secrets.token_hex(32),
+        device=options.device,
+        dtype=options.dtype,
+        log_level=options.log_level,
+        engine=_part(EngineConfig, options),
+    )
 
 
 def _part(kind: type[T], options: Any) -> T:

@@ -38,6 +38,7 @@ from glm5.serve.request import Delta, Request, TokenInfo, check
 from glm5.serve.sampler import Chosen, Sampler
 from glm5.serve.scheduler import Scheduler
 from glm5.serve.sequence import Outcome, Plan, Sequence
+from glm5.serve.transfer import PageBytes
 from glm5.serve.weights import WeightSource
 from glm5.text.tokenizer import Tokenizer
 from glm5.utils.errors import ConfigError, UserError
@@ -69,12 +70,13 @@ class Ranks(Protocol):
     """What an engine needs of several ranks (`glm5.serve.ranks`) beside a model that runs on all of them.
 
     Attributes:
-        weights: whose updates reach all. pages, graphs: `PagedCache` and `Graphs` on all. sizes: of the mesh's axes by
-            name.
+        weights: whose updates reach all. pages, page_bytes, graphs: `PagedCache`, `PageBytes` and `Graphs` on all.
+            sizes: of the mesh's axes by name.
     """
 
     weights: WeightSource
     pages: Callable[..., PagedCache]
+    page_bytes: Callable[[PagedCache], PageBytes]
     graphs: Callable[..., Graphs]
     sizes: Mapping[str, int]
 
@@ -124,7 +126,8 @@ class Engine:
             chunk=config.chunk,
             drafts=config.drafts,
         )
-        self.lending = Lending(self.scheduler, self.cache, self._drafter, self._go_on)
+        page_bytes = PageBytes if ranks is None else ranks.page_bytes
+        self.lending = Lending(self.scheduler, self.cache, self._drafter, self._go_on, page_bytes)
         self._answers: dict[Sequence, AnswerState] = {}
         self._flight: _Flight | None = None
         self._untold: list[_Landed] = []

@@ -23,7 +23,7 @@ class Lending:
     """Loads and leases of one engine: the `transfer.Keeper` of its pages.
 
     Args:
-        scheduler, cache: the engine's. drafter: where it drafts.
+        scheduler, cache: the engine's. drafter: where it drafts. page_bytes: `PageBytes`, or what writes on all ranks.
         changed: called when what waits for pages may be able to go on.
 
     Attributes:
@@ -31,10 +31,16 @@ class Lending:
     """
 
     def __init__(
-        self, scheduler: Scheduler, cache: PagedCache, drafter: Drafter | None, changed: Callable[[], None]
+        self,
+        scheduler: Scheduler,
+        cache: PagedCache,
+        drafter: Drafter | None,
+        changed: Callable[[], None],
+        page_bytes: Callable[[PagedCache], PageBytes] = PageBytes,
     ) -> None:
         self.fetch: Callable[[Load], None] | None = None
         self._scheduler, self._cache, self._drafter, self._changed = scheduler, cache, drafter, changed
+        self._page_bytes = page_bytes
         self._loads: dict[Sequence, Load] = {}
         self._ends: dict[str, bytes] = {}  # the trunk's hidden state of each lease's last slot
 
@@ -45,7 +51,7 @@ class Lending:
             self._scheduler.end_load(item, filled=False)
             self._changed()
             return
-        load = Load(item, source, version, PageBytes(self._cache))
+        load = Load(item, source, version, self._page_bytes(self._cache))
         self._loads[item.sequence] = load
         self.fetch(load)
 

@@ -4,6 +4,8 @@
     other leaders      engines that answer rank 0's front as decode workers do (`fleet`), one a `dp` rank
     followers          run what their leader says
 
+As workers of a front elsewhere (`--join`), every leader's engine answers that one, or reads prompts for it.
+
 With dp=1 the front is the engine's own runner; with more it spreads requests: to the engine with the least to do, among
 equals the same one for prompts that begin alike. On SIGTERM rank 0 lets answers end, then the others go; they take no
 notice of it themselves. When a rank is lost, its leader's process ends within seconds, and the launcher ends all. Read
@@ -22,7 +24,7 @@ import sys
 import tempfile
 import time
 from contextlib import ExitStack, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, NoReturn
 
 from glm5.model.config import ModelConfig
@@ -37,7 +39,7 @@ from glm5.serve.ranks import Leader, Member
 from glm5.serve.remote import Hello, serve_backend
 from glm5.serve.runner import Runner
 from glm5.serve.wire import Wire, WireClosed, connect
-from glm5.serve.worker import accept
+from glm5.serve.worker import WorkerOptions, accept, obey
 from glm5.text.tokenizer import load_tokenizer
 from glm5.utils.errors import ConfigError, UserError
 
@@ -51,7 +53,12 @@ START_SECONDS = 300.0
 
 @dataclass(frozen=True)
 class RankOptions:
-    """What every process is told. device: auto, cpu or cuda; of several GPUs each process takes its own."""
+    """What every process is told.
+
+    Args:
+        device: auto, cpu or cuda; of several GPUs each process takes its own.
+        worker: of a front elsewhere, instead of a server; its name is completed by the rank.
+    """
 
     checkpoint: str
     name: str
@@ -60,6 +67,7 @@ class RankOptions:
     dtype: str | None = None
     log_level: str = "info"
     engine: EngineConfig = field(default_factory=EngineConfig)
+    worker: WorkerOptions | None = None
 
 
 def check_options(options: RankOptions) -> None:
@@ -76,7 +84,7 @@ def check_options(options: RankOptions) -> None:
 
 
 def run(options: RankOptions, http: HttpOptions) -> int:
-    """Be this process's rank until the server ends; its exit status.
+    """Be this process's rank until the server, or the front elsewhere, ends; its exit status.
 
     Args:
         options: which `check_options` has seen.
@@ -85,10 +93,10 @@ def run(options: RankOptions, http: HttpOptions) -> int:
         UserError: a process cannot start.
     """
     with open_world(options.mesh, options.device) as world, ExitStack() as stack:
-        if not world.main:
+        if not world.main and options.worker is None:
             for number in (signal.SIGTERM, signal.SIGINT):  # the first process says when it is over
                 signal.signal(number, signal.SIG_IGN)
-        front = _meet(world, stack)
+        front = _meet(world, stack) if options.worker is None else ("", "")
         config = ModelConfig.load(options.checkpoint)
         share = Share(world, config, ordered=options.engine.invariant)
         try:
@@ -109,10 +117,13 @@ def run(options: RankOptions, http: HttpOptions) -> int:
         tokenizer = load_tokenizer(options.checkpoint)
         leader = Leader(member, lambda what: _lost(world, what))
         engine = Engine(model, options.engine, tokenizer, ranks=leader)
-        engine.warm()
+        if options.worker is None or options.worker.role == "decode":
+            engine.warm()
         runner = Runner(engine, tokenizer, options.name)
         one = _Leading(world, leader, engine, runner, front)
-        if world.main:
+        if options.worker is not None:
+            asyncio.run(one.join(options.worker))
+        elif world.main:
             one.serve(options, http)
         else:
             asyncio.run(one.work())
@@ -182,6 +193,20 @@ class _Leading:
                 await self._obey(await self._reach(self._address))
         finally:
             await self._end()
+
+    async def join(self, worker: WorkerOptions) -> None:
+        """As a worker: obey a front elsewhere until it is gone.
+
+        Raises:
+            UserError: it cannot be reached.
+        """
+        try:
+            await obey(replace(worker, name=f"{worker.name}-{self._world.rank}"), self._engine, self._runner)
+        except WireClosed as error:
+            raise UserError(f"the front at {worker.front}: {error}", "Start it first, with --workers-at") from None
+        finally:
+            self._engine.close()
+            await asyncio.to_thread(self._leader.close)
 
     async def _reach(self, address: str) -> Wire:
         """The front, which may not listen yet."""

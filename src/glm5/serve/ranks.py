@@ -41,6 +41,7 @@ from glm5.serve.graphs import Graphs, Outputs
 from glm5.serve.lockstep import Kind, Lockstep, Size
 from glm5.serve.rank_graphs import LedGraphs, Recordings
 from glm5.serve.split import SplitBatch
+from glm5.serve.transfer import PageBytes
 from glm5.serve.weights import WeightSource
 from glm5.utils.errors import CheckpointError, UserError
 
@@ -143,6 +144,12 @@ class Member:
     def resume_pages(self) -> None:
         """See `PagedCache.resume`."""
         PagedCache.resume(self._cache)
+
+    def fill(self, page: int, sent: Tensor | None = None) -> None:
+        """Write a page that came from another worker, uint8; the leader sends it."""
+        pages = PageBytes(self._cache)
+        given = None if sent is None else sent.to(self.model.device)
+        pages.write(page, self._sent(given, (pages.size,), torch.uint8))
 
     def record(self, form: int, limits: Mapping[str, Any]) -> None:
         """Begin to record steps of one form."""
@@ -358,6 +365,7 @@ class Leader:
         self.model.leader = self.model.lm_head.leader = self  # type: ignore[assignment]
         self.weights: WeightSource = LedWeights(self)
         self.pages: Callable[..., PagedCache] = self._make_pages
+        self.page_bytes: Callable[[PagedCache], PageBytes] = lambda cache: LedPageBytes(cache, self)
         self.graphs: Callable[..., Graphs] = self._make_graphs
         self.widest = Kind.ALL if share.ep > 1 else Kind.LOCAL  # of a call that all whom experts tie together must make
         mesh = member.share.world.mesh
@@ -448,6 +456,17 @@ class LedCache(PagedCache):
 
     def resume(self) -> None:
         self.leader.do("resume_pages")
+
+
+class LedPageBytes(PageBytes):
+    """Pages of a leader's group, each the same on all ranks: read here, written on all."""
+
+    def __init__(self, cache: PagedCache, leader: Leader) -> None:
+        super().__init__(cache)
+        self._leader = leader
+
+    def write(self, page: int, data: Tensor) -> None:
+        self._leader.do("fill", page, sent=data)
 
 
 class LedWeights(WeightSource):

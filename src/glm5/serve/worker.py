@@ -1,8 +1,8 @@
 """A worker process: an engine that obeys a front elsewhere, and whose pages other workers can fetch.
 
 The front starts those of its own host itself (`Crew`) and tells them what to do on their standard input;
-`glm5 serve CHECKPOINT --join HOST:PORT --role decode` starts one on another host. A worker ends when its front does.
-Read next: `fleet`, `remote`, `transfer`.
+`glm5 serve CHECKPOINT --join HOST:PORT --role decode` starts one on another host, with `--mesh` over several ranks
+(`rank_server`). A worker ends when its front does. Read next: `fleet`, `remote`, `transfer`.
 """
 
 from __future__ import annotations
@@ -16,12 +16,17 @@ import tempfile
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from glm5.serve.config import EngineConfig
 from glm5.serve.fleet import Fleet
 from glm5.serve.remote import Hello, Remote, serve_backend
 from glm5.serve.wire import Wire, WireClosed, as_type, connect, host_and_port, is_path, listen
 from glm5.utils.errors import UserError
+
+if TYPE_CHECKING:
+    from glm5.serve.engine import Engine
+    from glm5.serve.runner import Runner
 
 log = logging.getLogger(__name__)
 
@@ -62,11 +67,9 @@ async def work(options: WorkerOptions) -> None:
     from glm5.model.weights import load_model
     from glm5.serve.engine import Engine
     from glm5.serve.runner import Runner
-    from glm5.serve.transfer import Fetcher, PageBytes, keep
     from glm5.text.tokenizer import load_tokenizer
     from glm5.utils.devices import resolve_device
 
-    key = options.key.encode()
     tokenizer = load_tokenizer(options.checkpoint)
     device = resolve_device(options.device)
     if device == "cuda":
@@ -75,7 +78,18 @@ async def work(options: WorkerOptions) -> None:
     engine = Engine(model, options.engine, tokenizer)
     if options.role == "decode":
         engine.warm()
-    runner = Runner(engine, tokenizer, options.name)
+    await obey(options, engine, Runner(engine, tokenizer, options.name))
+
+
+async def obey(options: WorkerOptions, engine: Engine, runner: Runner) -> None:
+    """Serve the front with an engine that is there, until the front is gone.
+
+    Raises:
+        WireClosed: it cannot be reached.
+    """
+    from glm5.serve.transfer import Fetcher, PageBytes, keep
+
+    key = options.key.encode()
     wire = await connect(options.front, key)
 
     async def reader(other: Wire) -> None:
