@@ -38,4 +38,5 @@ class EngineConfig:
     """Log-probabilities that do not depend on what runs beside a request, nor on chunks or cached prefixes, to the last
     bit, more slowly: on a GPU, or on a CPU in float32."""
     cuda_graphs: bool = True
-    """Record decode steps as CUDA graphs, and replay them: on a GPU, where it changes no answer."""
+    """Record decode steps as CUDA graphs, and replay them: on a GPU. It changes no answer in the invariant mode, and
+    otherwise only what rounding decides, since texts up to the indexer's k are then attended to in another form."""
