@@ -213,6 +213,23 @@ __global__ void __launch_bounds__(kThreads, kCluster == 1 ? 3 : 1) stable_topk_k
 
     const int origin = first & ~31, words = span ? (last - origin) / 32 + 1 : 0;
     const int begin4 = origin / 4, end4 = span ? last / 4 + 1 : begin4, vectors = end4 - begin4;
+    // This block's share of the vectors, 4 in flight per thread. A block alone on its multiprocessor requests the first 4
+    // before it samples, and the next 4 before it uses these; elsewhere the neighbours keep memory busy, and registers are
+    // better spent on them.
+    const int share = ((words + kCluster - 1) / kCluster) * 8;  // whole words of 32 positions
+    const int from = min(end4, begin4 + share * rank), to = min(end4, from + share);
+    constexpr int kBatch = 4;
+    constexpr bool kAhead = kCluster > 1;
+    float4 now[kBatch], later[kBatch];
+    auto fetch = [&](float4 (&x)[kBatch], int v) {
+#pragma unroll
+        for (int i = 0; i < kBatch; ++i) {
+            const int at = v + i * kThreads + static_cast<int>(threadIdx.x);
+            x[i] = at < to ? load4<kAligned>(row, at, first, last) : make_float4(-INFINITY, -INFINITY, -INFINITY, -INFINITY);
+        }
+    };
+    if (kAhead && from < to) fetch(now, from);
+
     float floor = -FLT_MAX;
     uint32_t most = 0xFF7FFFFFu;  // the largest key in the sample
     uint32_t plateau = 0;         // the key just below the floor, if many scores have it
@@ -258,21 +275,7 @@ __global__ void __launch_bounds__(kThreads, kCluster == 1 ? 3 : 1) stable_topk_k
         __syncthreads();
     }
 
-    // Step 2. This block's share of the vectors, 4 in flight per thread. A block alone on its multiprocessor requests the
-    // next 4 before it uses these; elsewhere the neighbours keep memory busy, and registers are better spent on them.
-    const int share = ((words + kCluster - 1) / kCluster) * 8;  // whole words of 32 positions
-    const int from = min(end4, begin4 + share * rank), to = min(end4, from + share);
-    constexpr int kBatch = 4;
-    constexpr bool kAhead = kCluster > 1;
-    float4 now[kBatch], later[kBatch];
-    auto fetch = [&](float4 (&x)[kBatch], int v) {
-#pragma unroll
-        for (int i = 0; i < kBatch; ++i) {
-            const int at = v + i * kThreads + static_cast<int>(threadIdx.x);
-            x[i] = at < to ? load4<kAligned>(row, at, first, last) : make_float4(-INFINITY, -INFINITY, -INFINITY, -INFINITY);
-        }
-    };
-    if (kAhead && from < to) fetch(now, from);
+    // Step 2: what reaches the floor goes to the list.
     for (int v = from; v < to; v += kBatch * kThreads) {
         if (!kAhead) fetch(now, v);
         if (kAhead && v + kBatch * kThreads < to) fetch(later, v + kBatch * kThreads);
