@@ -383,3 +383,11 @@ def test_momentum_input_and_update(turned: bool, move: bool) -> None:
 def test_matrices_over_their_norms() -> None:
     x, norm = _random(3, 5, 77, seed=1, dtype=torch.float32), _random(3, seed=2, dtype=torch.float32).abs() + 0.5
     assert torch.equal(muon.divided(x, norm, torch.float32), x / norm[:, None, None])
+
+
+def test_momentum_moves_as_in_plain_steps() -> None:
+    grad, ours = _random(3, 50, 70, seed=1), _random(3, 50, 70, seed=2, dtype=torch.float32)
+    plain = ours.clone()
+    muon.momentum(grad, ours, 0.95)
+    newton_schulz_spec.move_momentum(grad, plain, 0.95)
+    assert torch.equal(ours, plain)

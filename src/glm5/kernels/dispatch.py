@@ -324,6 +324,10 @@ def _fp32(*tensors: Tensor) -> str | None:
     return None if wrong is None else f"written for float32, not {wrong}"
 
 
+def _momentum(momentum: Tensor, grad: Tensor) -> str | None:
+    return _fp32(momentum) if momentum.is_contiguous() and grad.is_contiguous() else "takes contiguous tensors"
+
+
 def _divided(x_NAB: Tensor) -> str | None:
     return _fp32(x_NAB) if x_NAB.is_contiguous() else "takes contiguous matrices"
 
@@ -564,6 +568,7 @@ OPERATORS: dict[str, tuple[Fast, ...]] = {
     ),
     "scaled": (Fast("triton.scaled", _triton, _scaled, _load_training("scaled")),),
     "nesterov": (Fast("triton.muon", _triton, _fp32, _load_training("nesterov")),),
+    "move_momentum": (Fast("triton.muon", _triton, _momentum, _load_training("move_momentum")),),
     "move_weights": (Fast("triton.muon", _triton, _fp32, _load_training("move_weights")),),
     "divided": (Fast("triton.muon", _triton, _divided, _load_training("divided")),),
     "newton_schulz": (Fast("triton.newton_schulz", _both, _newton_schulz, _load_training("newton_schulz")),),

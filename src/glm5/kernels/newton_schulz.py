@@ -84,6 +84,15 @@ def nesterov_input(grad_PRC: Tensor, momentum_PRC: Tensor, mu: float, out_PRC: T
     torch.add(grad_PRC, momentum_PRC, alpha=mu, out=out_PRC)
 
 
+def move_momentum(grad: Tensor, momentum: Tensor, mu: float) -> None:
+    """momentum = mu momentum + grad, in place, as `nesterov_input` moves it."""
+    fast = pick("move_momentum", momentum, grad)
+    if fast is not None:
+        fast(grad, momentum, mu)
+    else:
+        momentum.mul_(mu).add_(grad)
+
+
 def move_weights(weight_PRC: Tensor, factor_PRC: Tensor, keep: float, rate: float) -> None:
     """weight = keep weight + rate factor, in place; shapes and strides as in `nesterov_input`."""
     fast = pick("move_weights", weight_PRC)

@@ -118,6 +118,13 @@ def nesterov(grad: Tensor, momentum: Tensor, mu: float, out: Tensor, *, move: bo
     muon.nesterov(grad, momentum, mu, out, move=move)
 
 
+def move_momentum(grad: Tensor, momentum: Tensor, mu: float) -> None:
+    """As `newton_schulz.move_momentum`."""
+    from glm5.kernels.triton import muon
+
+    muon.momentum(grad, momentum, mu)
+
+
 def move_weights(weight: Tensor, factor: Tensor, keep: float, rate: float) -> None:
     """As `newton_schulz.move_weights`."""
     from glm5.kernels.triton import muon

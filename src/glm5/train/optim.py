@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from glm5.kernels.newton_schulz import move_weights, nesterov_input, newton_schulz
+from glm5.kernels.newton_schulz import move_momentum, move_weights, nesterov_input, newton_schulz
 from glm5.train.roles import Cut, ParamRole, parameter_roles
 from glm5.utils.errors import CheckpointError, NumericalError
 
@@ -176,8 +176,8 @@ class MuonSplit(torch.optim.Optimizer):
                 self.state[p]["momentum"] = torch.zeros_like(p, dtype=_state_dtype(p))
         momenta, weights = self._states(live, "momentum"), [self._weight(p) for p in live]
         if self._spread is not None:
-            torch._foreach_mul_(momenta, mu)  # all of them here, since of several copies one is read
-            torch._foreach_add_(momenta, [self._grad(p) for p in live])
+            for p, momentum in zip(live, momenta, strict=True):  # all of them here, since of several copies one is read
+                move_momentum(self._grad(p), momentum, mu)
             self._spread.muon(group, live, momenta, weights, squares)
             return
         weight_of, keep = dict(zip(live, weights, strict=True)), 1.0 - lr * group["weight_decay"]

@@ -36,6 +36,15 @@ def _nesterov(
 
 
 @triton.jit
+def _momentum(g_ptr, m_ptr, mu, count, BLOCK: tl.constexpr):
+    """m = mu m + g, of tensors that lie in one piece each."""
+    at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    m = tl.load(m_ptr + at, mask=at < count, other=0.0)
+    g = tl.load(g_ptr + at, mask=at < count, other=0.0).to(m.dtype)
+    tl.store(m_ptr + at, m * mu + g, mask=at < count)
+
+
+@triton.jit
 def _update(
     w_ptr, o_ptr, keep, rate, rows, columns, w0, w1, w2, o0, o1, o2, TILE: tl.constexpr
 ):  # fmt: skip
@@ -68,6 +77,12 @@ def nesterov(g_PRC: Tensor, m_PRC: Tensor, mu: float, out_PRC: Tensor, *, move: 
             g_PRC, m_PRC, out_PRC, mu, rows, columns, *g_PRC.stride(), *m_PRC.stride(), *out_PRC.stride(),
             MOVE=move, TILE=TILE, enable_fp_fusion=False,
         )  # fmt: skip
+
+
+def momentum(g: Tensor, m: Tensor, mu: float) -> None:
+    """m = mu m + g. g of any floating dtype, m fp32, both contiguous."""
+    if m.numel():
+        _momentum[(triton.cdiv(m.numel(), 4096),)](g, m, mu, m.numel(), BLOCK=4096, num_warps=8, enable_fp_fusion=False)
 
 
 def update(w_PRC: Tensor, o_PRC: Tensor, keep: float, rate: float) -> None:
