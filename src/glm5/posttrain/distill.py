@@ -54,7 +54,7 @@ class DistillConfig(LoopConfig):
     teacher_engines: bool = False
     """Ask checkpoints through engines in this process, as the report does, in place of the model itself."""
     teacher_memory_gib: float = 1.0
-    """Of the cache of each such engine."""
+    """GiB of the cache of each such engine."""
     divergence: Literal["drawn", "full"] = "drawn"
     """drawn: the advantage of each token drawn, as the report; full: the reverse KL of the whole distributions."""
     top: int = 0

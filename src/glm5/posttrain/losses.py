@@ -70,7 +70,7 @@ class LossConfig:
     kl_weight: float = 0.0
     """Weight of KL(π_θ ‖ π_ref) as a term of the loss."""
     kl_estimator: Estimator = "k3"
-    """Of that term; see `kl`."""
+    """Estimator of that term: k2 or k3; k1 has no gradient in the mean, and is refused."""
     entropy_weight: float = 0.0
     """Weight of the mean entropy, which is then raised."""
 

@@ -58,7 +58,7 @@ class RolloutConfig:
     group: int = 32
     """Answers to each prompt (report: 32)."""
     max_new_tokens: int = 1024
-    """Longest answer."""
+    """Tokens of the longest answer."""
     temperature: float = 1.0
     """Of the draws; the trainer repeats it."""
     top_p: float = 1.0
@@ -74,7 +74,7 @@ class RolloutConfig:
     baseline: Baseline = "std"
     """Advantages: (R - mean) / std as the report, R - mean, or R - mean of the others."""
     overlong_margin: int = 0
-    """Lower the reward of answers that come so near to the longest allowed (DAPO); 0 does not."""
+    """Lower the reward of answers that come within so many tokens of the longest allowed (DAPO); 0 does not."""
     drafts: int = 0
     """Ids that the MTP block drafts in each step of the engine, which changes no answer."""
     invariant: Literal["auto", "on", "off"] = "auto"
@@ -100,7 +100,7 @@ class RolloutConfig:
     running: int = 64
     """Answers at a time in the engine; its recorded steps on a GPU take up to 256."""
     memory_gib: float = 1.0
-    """Of the engine's cache."""
+    """GiB of the engine's cache."""
     verifiers: int = 2
     """Checks at a time, each in a process of its own."""
     verifier_timeout: float = 10.0
