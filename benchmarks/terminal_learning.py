@@ -313,7 +313,7 @@ def main() -> None:
     parser.add_argument("--preset", choices=("nano", "mini"), default="nano")
     parser.add_argument("--device", default="cpu")
     for name, default in (
-        ("sft-steps", 400), ("sft-rows", 4), ("rl-steps", 8), ("scripts", 2000), ("vocab", 700), ("hidden", 0),
+        ("sft-steps", 400), ("sft-rows", 4), ("rl-steps", 8), ("scripts", 2000), ("vocab", 640), ("hidden", 0),
         ("layers", 0), ("experts", 0), ("seq-len", 512), ("group", 8), ("groups", 4), ("updates", 2), ("staleness", 2),
         ("concurrency", 32), ("tasks", 256), ("held-out", 32), ("eval-every", 2), ("micro-batch", 2),
     ):  # fmt: skip
