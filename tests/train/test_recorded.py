@@ -14,8 +14,10 @@ from glm5.data.loader import TokenDataset
 from glm5.model.config import ModelConfig
 from glm5.model.glm5 import GLM5
 from glm5.train.loop import Trainer
+from glm5.train.optim import MuonSplit, parameter_roles
 from glm5.train.recorded import MicroBatches
-from support.training import SEQ_LEN, VOCAB, LetterTokenizer, dataset, tensors, trainer
+from glm5.train.schedule import BatchWarmup
+from support.training import SEQ_LEN, VOCAB, LetterTokenizer, dataset, same, tensors, trainer
 
 
 @pytest.fixture(autouse=True)
@@ -101,6 +103,26 @@ def test_what_waits_for_the_device_is_not_recorded(tmp_path: Path, caplog: pytes
         assert losses(ours, 2) == pytest.approx(losses(plain, 2), rel=1e-5)
     assert (recorder.recorded, recorder.replayed) == (0, 0)
     assert caplog.text.count("not recorded") == 1
+
+
+def test_a_recorded_optimizer_takes_the_same_steps(tmp_path: Path) -> None:
+    data, recorder = dataset(tmp_path), Again()
+    plain, ours = (trainer(tmp_path, data, steps=6) for _ in range(2))
+    roles = parameter_roles(ours.model, ours.model.config)
+    ours.optimizer = MuonSplit(roles, 1e-2, recorder=recorder)
+    assert losses(ours, 4) == losses(plain, 4)
+    assert recorder.replayed >= recorder.recorded > 0
+    assert same(tensors(ours), tensors(plain)) == list(tensors(plain))
+
+
+def test_another_batch_size_is_recorded_anew(tmp_path: Path) -> None:
+    data = rows_of_one_document(tmp_path)
+    batch = BatchWarmup(2, 4, 12, multiple=2)
+    plain, ours = (trainer(tmp_path, data, micro_batch=2, steps=8, batch=batch, balance_weight=0.3) for _ in range(2))
+    recorder = recording(ours)
+    assert losses(ours, 8) == pytest.approx(losses(plain, 8), rel=1e-5)
+    assert recorder.recorded == 2
+    assert recorder.replayed > 2
 
 
 @pytest.mark.gpu

@@ -37,7 +37,8 @@ from glm5.train.optim import MuonSplit, clip_grad_norm, first_nonfinite, paramet
 from glm5.train.profiles import Profiles
 from glm5.train.random_state import seed_random_state
 from glm5.train.ranks import PipelineOptions, Ranks, check_batch
-from glm5.train.recorded import CudaRecorder, MicroBatches, records
+from glm5.train.recorded import MicroBatches, records
+from glm5.train.recorder import CudaRecorder
 from glm5.train.rows import Rows, check_stage
 from glm5.train.state import TrainState
 from glm5.train.totals import Counts, IndexerFigures, Totals
@@ -94,8 +95,15 @@ class Trainer:
         roles = parameter_roles(self._parts, model.config, split_heads=config.split_heads)
         rate = config.lr.at(0, config.steps)
         self.holdings = self.ranks.holdings([role.parameter for role in roles])
+        graphs = config.cuda_graphs and self.model.device.type == "cuda"
+        self.recorder = CudaRecorder() if graphs else None
         self.optimizer = MuonSplit(
-            roles, rate, weight_decay=config.weight_decay, momentum=config.momentum, holdings=self.holdings
+            roles,
+            rate,
+            weight_decay=config.weight_decay,
+            momentum=config.momentum,
+            holdings=self.holdings,
+            recorder=self.recorder,
         )
         # Weights that were given in fp32 lose no digit where the model runs in bf16: not those that train (their master
         # copies), nor those that rest.
@@ -135,8 +143,8 @@ class Trainer:
         """What belongs to a stage and its directory."""
         self.meter = Meter(self.config, self.model.config, self.ranks, self.model.device, self._dtype())
         self.profiles = Profiles(self.directory, self.ranks, self.config.profile)
-        recorded = records(self.config, self.ranks, self.model.device)
-        self.recorded = MicroBatches(self.model, CudaRecorder()) if recorded else None
+        recorder = self.recorder if records(self.config, self.ranks) else None
+        self.recorded = None if recorder is None else MicroBatches(self.model, recorder)
         self.store = self.ranks.store(self.directory / "checkpoints", self.config.keep, self.state.places)
         self.finished_steps = 0
         self.samples = 0

@@ -24,6 +24,7 @@ import torch
 from torch import Tensor, nn
 
 from glm5.kernels.newton_schulz import move_momentum, move_weights, nesterov_input, newton_schulz
+from glm5.train.recorder import Recorder, Recordings
 from glm5.train.roles import Cut, ParamRole, parameter_roles
 from glm5.utils.errors import CheckpointError, NumericalError
 
@@ -90,6 +91,7 @@ class MuonSplit(torch.optim.Optimizer):
         holdings: which rank holds which part of the parameters, where they are spread over ranks. State lies as its
             parameter does, and every rank of the group takes every step. A parameter then has a gradient on all of
             them or on none, laid out like itself.
+        recorder: records the orthogonalisation of each batch, whose launches are most of a step's.
 
     State for each parameter: Muon `momentum`; AdamW `step` (int64), `exp_avg`, `exp_avg_sq`; either `master`. All
     floating state is fp32 (float64 for float64 parameters), whatever the parameter's dtype.
@@ -109,6 +111,7 @@ class MuonSplit(torch.optim.Optimizer):
         eps: float = 1e-8,
         master_weights: bool = True,
         holdings: Holdings | None = None,
+        recorder: Recorder | None = None,
     ) -> None:
         roles = [role for role in roles if role.parameter.requires_grad]
         muon = dict(algorithm="muon", momentum=momentum, ns_steps=ns_steps, rms=rms, weight_decay=weight_decay)
@@ -128,11 +131,13 @@ class MuonSplit(torch.optim.Optimizer):
         self._metric_group = {role.parameter: role.group for role in roles}
         self._batches = _plan(role for role in roles if role.optimizer == "muon")
         self._holdings = holdings
+        self._recordings = None if recorder is None else Recordings(recorder)
         self._spread: Spread | None = None
         if holdings is not None:
             from glm5.train.spread import Spread
 
-            self._spread = Spread(holdings, self._batches, sorted({r.group for r in roles}), ns_dtype)
+            groups_of = sorted({r.group for r in roles})
+            self._spread = Spread(holdings, self._batches, groups_of, ns_dtype, self._recordings)
         self._workspace: dict[tuple[torch.device, torch.dtype], Tensor] = {}
         self.update_rms: dict[str, float] = {}
         super().__init__(groups, dict(lr=lr))
@@ -195,7 +200,7 @@ class MuonSplit(torch.optim.Optimizer):
                 momentum = self.state[s.parameter]["momentum"]
                 nesterov_input(s.of(self._grad(s.parameter)), s.of(momentum), mu, s.like(x_NAB[place]))
             dtype = self._ns_dtype or default_ns_dtype(batch.device, batch.dtype)
-            o_NAB = newton_schulz(x_NAB, group["ns_steps"], dtype=dtype)
+            o_NAB = orthogonalised(x_NAB, group["ns_steps"], dtype, self._recordings)
             scale = group["rms"] * math.sqrt(batch.long)
             for s, place in places:
                 move_weights(s.of(weight_of[s.parameter]), s.like(o_NAB[place]), keep, -lr * scale)
@@ -339,6 +344,14 @@ class MuonSplit(torch.optim.Optimizer):
         like, count = (p.shape, _state_dtype(p)), (torch.Size(()), torch.int64)
         keys = {"momentum": like} if algorithm == "muon" else {"step": count, "exp_avg": like, "exp_avg_sq": like}
         return keys | ({"master": like} if self._master_weights and p.dtype != _state_dtype(p) else {})
+
+
+def orthogonalised(x_NAB: Tensor, steps: int, dtype: torch.dtype, recordings: Recordings | None) -> Tensor:
+    """`newton_schulz`, recorded where it can be: of a buffer that is used again and again."""
+    if recordings is None:
+        return newton_schulz(x_NAB, steps, dtype=dtype)
+    name = (x_NAB.data_ptr(), x_NAB.shape, steps, dtype)
+    return recordings.run(name, lambda: newton_schulz(x_NAB, steps, dtype=dtype))
 
 
 def default_ns_dtype(device: torch.device, dtype: torch.dtype = torch.float32) -> torch.dtype:

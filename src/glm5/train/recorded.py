@@ -7,16 +7,15 @@ step. The first micro-batch of each kind runs as it is: it compiles and allocate
 
 Recorded is pre-training on one device, or on several that hold the whole model each: others wait for each other between
 layers. Rows of several documents are of one kind where as many of them are whole and about as many documents lie in the
-others. Read next: `loop`, `objective`.
+others. Read next: `recorder`, `objective`, `loop`.
 """
 
 from __future__ import annotations
 
 import logging
-import warnings
 from collections.abc import Callable, Iterable
 from dataclasses import replace
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -25,6 +24,7 @@ from glm5.model.glm5 import GLM5
 from glm5.train.config import TrainConfig
 from glm5.train.objective import Objective
 from glm5.train.ranks import Ranks
+from glm5.train.recorder import Recorder
 from glm5.train.rows import Rows
 
 # Kinds of micro-batches that are recorded; rows of several documents come in many.
@@ -33,49 +33,10 @@ MOST_KINDS = 32
 log = logging.getLogger(__name__)
 
 
-def records(config: TrainConfig, ranks: Ranks, device: torch.device) -> bool:
-    """Whether a stage's micro-batches are to be recorded here."""
+def records(config: TrainConfig, ranks: Ranks) -> bool:
+    """Whether a stage's micro-batches can be recorded."""
     whole = ranks.alone or (ranks.copies and ranks.count("cp") == ranks.count("tp") == ranks.count("ep") == 1)
-    alike = config.stage == "pretrain" and not config.context_groups
-    return config.cuda_graphs and device.type == "cuda" and whole and alike
-
-
-class Recorder(Protocol):
-    """How calls are recorded."""
-
-    def waits(self, run: Callable[[], None]) -> bool:
-        """Run it once, and say whether it waits for the device, which a recording cannot."""
-        ...
-
-    def record(self, run: Callable[[], None]) -> Callable[[], None]:
-        """Run it once more, and return what runs it again."""
-        ...
-
-
-class CudaRecorder:
-    """Recording into CUDA graphs. They share their memory, since they run one after another."""
-
-    def __init__(self) -> None:
-        self._pool = torch.cuda.graph_pool_handle()
-
-    def waits(self, run: Callable[[], None]) -> bool:
-        before = torch.cuda.get_sync_debug_mode()
-        torch.cuda.set_sync_debug_mode("warn")
-        try:
-            with warnings.catch_warnings(record=True) as told:
-                warnings.simplefilter("always")
-                run()
-        finally:
-            torch.cuda.set_sync_debug_mode(before)
-        return any("called a synchronizing" in str(w.message) for w in told)
-
-    def record(self, run: Callable[[], None]) -> Callable[[], None]:
-        graph = torch.cuda.CUDAGraph()
-        # Other threads may use the device meanwhile: checkpoints are written by one.
-        with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
-            run()
-        graph.replay()
-        return graph.replay
+    return whole and config.stage == "pretrain"
 
 
 class _Recording:
@@ -108,6 +69,7 @@ class MicroBatches:
         self.model, self.recorder = model, recorder
         self._kinds: dict[Any, _Recording | None] = {}
         self._waiting: set[Any] = set()  # kinds that cannot be recorded
+        self._step: Any = None  # what a step says of itself
 
     def zero_grad(self, parameters: Iterable[nn.Parameter]) -> None:
         """Gradients of zero for the parameters that have had any, where they lie."""
@@ -118,6 +80,10 @@ class MicroBatches:
     def run(self, objective: Objective, rows: Rows, first: int) -> Tensor:
         """The loss of one micro-batch; its gradients and sums are added. Arguments as `Objective.of`."""
         tokens = torch.full((), objective.counts.tokens, dtype=torch.float32, device=self.model.device)
+        step = self._of_step(objective)
+        if step != self._step:  # another batch size, or another weight of MTP: from now on
+            self._step = step
+            self._kinds.clear()
         kind = self._kind(objective, rows, first)
         known = self._kinds.get(kind)
         if known is not None:
@@ -139,11 +105,16 @@ class MicroBatches:
         objective.totals.add(known.totals)
         return known.loss.clone()
 
-    def _kind(self, objective: Objective, rows: Rows, first: int) -> Any:
-        """All that a recording fixes; None where there can be none."""
+    @staticmethod
+    def _of_step(objective: Objective) -> Any:
+        """What a recording fixes that is the same for all micro-batches of a step."""
+        counts = objective.counts
+        return counts.rows, counts.mtp_rows, objective.config.mtp_weight_at(objective.tokens)
+
+    @staticmethod
+    def _kind(objective: Objective, rows: Rows, first: int) -> Any:
+        """What else it fixes; None where there can be none."""
         if rows.held is not None or not (rows.plain or rows.layouts):
             return None
-        config, counts = objective.config, objective.counts
-        kept = objective.ranks.mtp_rows(counts.mtp_rows, first, len(rows.ids_BS))
         lie = tuple((x.whole, len(x.edges), x.padded) for x in rows.layouts)
-        return rows.ids_BS.shape, lie, kept, counts.rows, counts.mtp_rows, config.mtp_weight_at(objective.tokens)
+        return rows.ids_BS.shape, lie, objective.ranks.mtp_rows(objective.counts.mtp_rows, first, len(rows.ids_BS))

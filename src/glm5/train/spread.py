@@ -18,7 +18,8 @@ from torch import Tensor, nn
 from glm5.kernels.newton_schulz import move_weights, nesterov_input, newton_schulz
 from glm5.parallel.holdings import Holdings
 from glm5.parallel.muon import Matrix, MuonExchange, Strip
-from glm5.train.optim import Batch, Squares, default_ns_dtype
+from glm5.train.optim import Batch, Squares, default_ns_dtype, orthogonalised
+from glm5.train.recorder import Recordings
 from glm5.utils.errors import UserError
 
 
@@ -30,12 +31,19 @@ class Spread:
         batches: the matrices as one process would batch them.
         groups: names under which update sizes of these parameters are reported.
         ns_dtype: as `MuonSplit`'s.
+        recordings: of the batches' orthogonalisation; None runs it as it is.
     """
 
     def __init__(
-        self, holdings: Holdings, batches: Sequence[Batch], groups: Sequence[str], ns_dtype: torch.dtype | None
+        self,
+        holdings: Holdings,
+        batches: Sequence[Batch],
+        groups: Sequence[str],
+        ns_dtype: torch.dtype | None,
+        recordings: Recordings | None = None,
     ) -> None:
-        self.holdings, self.batches, self.ns_dtype = holdings, batches, ns_dtype
+        self.holdings, self.batches, self.ns_dtype, self.recordings = holdings, batches, ns_dtype, recordings
+        self._buffers: dict[tuple[torch.Size, torch.dtype], Tensor] = {}
         own = {*groups, *(s.cut.group for b in batches for s in b.slices)}
         self.groups = sorted(set().union(*holdings.gathered(sorted(own))))
         self.parameters = list(dict.fromkeys(s.parameter for b in batches for s in b.slices))
@@ -63,7 +71,7 @@ class Spread:
             nesterov_input(strip.of(grads[strip.parameter]), strip.of(momenta[strip.parameter]), mu, out, move=False)
 
         def iterate(matrices: tuple[int, ...], x_NAB: Tensor) -> Tensor:
-            o_NAB = newton_schulz(x_NAB, group["ns_steps"], dtype=factor(x_NAB.dtype))
+            o_NAB = self._orthogonalised(x_NAB, group["ns_steps"], factor(x_NAB.dtype))
             if squares is not None:
                 square_N = torch.linalg.vector_norm(o_NAB, dim=(-2, -1), dtype=x_NAB.dtype).square()
                 for name, together in groupby(enumerate(matrices), key=lambda m: names[m[1]]):
@@ -79,6 +87,15 @@ class Spread:
             return self.ns_dtype or default_ns_dtype(live[0].device, dtype)
 
         exchange.run(read, iterate, write, factor, live[0].device)
+
+    def _orthogonalised(self, x_NAB: Tensor, steps: int, dtype: torch.dtype) -> Tensor:
+        if self.recordings is None:
+            return newton_schulz(x_NAB, steps, dtype=dtype)
+        # What is recorded reads and writes in one place, while a bucket holds several batches of a shape.
+        buffer = self._buffers.setdefault((x_NAB.shape, x_NAB.dtype), x_NAB)
+        if buffer is not x_NAB:
+            buffer.copy_(x_NAB)
+        return orthogonalised(buffer, steps, dtype, self.recordings).clone()
 
     def total(self, squares: Squares) -> Squares:
         """The sums of all ranks."""
