@@ -32,6 +32,10 @@ def test_shapes_are_known_without_running() -> None:
     dq, drows = torch.autograd.grad(out.sum(), (q, rows))
     assert (dq.shape, drows.shape) == (q.shape, rows.shape)
 
+    target, top = library.sparse_mla_target(q, rows, selected, lse, 0.1)
+    assert (target.shape, target.dtype) == ((2, 3, 32), torch.float32)
+    assert (top.shape, top.dtype) == ((2, 3, 64), torch.float32)
+
     picked = library.index_select(_meta(2, 3, 32, 128), _meta(2, 3, 32), _meta(2, 100, 128), selected, selected, 2048)
     assert (picked.shape, picked.dtype) == ((2, 3, 100), torch.int32)
     y = library.grouped_swiglu(_meta(9, 64), _meta(4, 64, 64), _meta(4, 64, 32), _meta(9, 2), _meta(9, 2))
@@ -103,6 +107,8 @@ def test_compile_carries_sparse_attention_and_its_gradient() -> None:
     for ours, wanted in zip(found, expected, strict=True):
         assert (ours.float() - wanted.float()).norm() < 1e-2 * wanted.float().norm()
     torch.library.opcheck(library.sparse_mla, (q, rows, selected, 1 / 16))
+    inputs = (q.detach(), rows.detach(), selected)
+    torch.library.opcheck(library.sparse_mla_target, (*inputs, library.sparse_mla(*inputs, 1 / 16)[1], 1 / 16))
 
 
 @pytest.mark.gpu

@@ -70,6 +70,19 @@ def _differentiate_sparse_mla(ctx: Any, grad: Tensor, _: Tensor) -> tuple[Tensor
 sparse_mla.register_autograd(_differentiate_sparse_mla, setup_context=_keep_sparse_mla)
 
 
+@_op("sparse_mla_target", "(Tensor q, Tensor rows, Tensor selected, Tensor lse, float scale) -> (Tensor, Tensor)")
+def sparse_mla_target(q: Tensor, rows: Tensor, selected: Tensor, lse: Tensor, scale: float) -> tuple[Tensor, Tensor]:
+    """The heads' mean attention over a selection, and each head's largest logit: `cuda.sparse_mla_target`."""
+    from glm5.kernels.cuda import sparse_mla_target as kernel
+
+    return kernel(q, rows, selected, lse, scale=scale)
+
+
+@sparse_mla_target.register_fake
+def _(q: Tensor, rows: Tensor, selected: Tensor, lse: Tensor, scale: float) -> tuple[Tensor, Tensor]:
+    return lse.new_empty(selected.shape), lse.new_empty(lse.shape)
+
+
 # --------------------------------------------------------------------------- selection
 @_op("index_select", "(Tensor q, Tensor w, Tensor keys, Tensor first, Tensor last, int k) -> Tensor")
 def index_select(q: Tensor, w: Tensor, keys: Tensor, first: Tensor, last: Tensor, k: int) -> Tensor:
