@@ -85,9 +85,10 @@ class SpreadExperts(Experts):
         group = self.world.group("ep")
         gate_up, down = self.read()
         tokens, chosen = expert_NM.shape
-        sorted_ids, order = expert_NM.flatten().sort(stable=True)
+        # Two bytes are sorted in a quarter of eight's launches.
+        sorted_ids, order = expert_NM.flatten().to(torch.int16).sort(stable=True)
         # Counted in what is sorted: `bincount` would wait for the device.
-        edges = torch.arange(group.size() * len(gate_up) + 1, device=x_ND.device)
+        edges = torch.arange(group.size() * len(gate_up) + 1, dtype=torch.int16, device=x_ND.device)
         sent_Re = torch.searchsorted(sorted_ids, edges).diff().view(group.size(), -1)
         received_Re = torch.empty_like(sent_Re)
         dist.all_to_all_single(received_Re, sent_Re, group=group)
@@ -122,7 +123,7 @@ class SpreadExperts(Experts):
         local_AM = all_gather(expert_NM.contiguous(), group) - group.rank() * own  # A: of all ranks
         weight_AM = gathered(weight_NM, group)
         held_AM = (local_AM >= 0) & (local_AM < own)
-        sorted_ids, order = torch.where(held_AM, local_AM, own).flatten().sort(stable=True)
+        sorted_ids, order = torch.where(held_AM, local_AM, own).flatten().to(torch.int16).sort(stable=True)
         count = _ToHost(held_AM.sum())
         place = torch.empty_like(order)
         place[order] = torch.arange(len(order), device=order.device)
@@ -131,7 +132,7 @@ class SpreadExperts(Experts):
         here = int(count.value())
         order_P, place_AM = order[:here], place.clamp(max=max(here - 1, 0)).view(-1, choices)
         x_AD, weight = gathering.arrived(x_ND), weight_AM * held_AM
-        out = _apart(rows_by_pair(x_AD, order_P, place_AM, held_AM.float()), sorted_ids[:here], gate_up, down)
+        out = _apart(rows_by_pair(x_AD, order_P, place_AM, held_AM.float()), sorted_ids[:here].long(), gate_up, down)
         if here == 0:
             out, order_P = F.pad(out, (0, 0, 0, 1)), order[:1]
         return scattered_sum(sum_by_token(out, order_P, place_AM, weight), group)
