@@ -62,7 +62,9 @@ def pack(x: Tensor, kind: str, rows: int = 1, columns: int | None = None) -> Pac
         raise ValueError(f"int4 takes an even number of columns, not {x.shape[-1]}")
     columns = x.shape[-1] if columns is None else columns
     x = x.float()
-    scale = (_block_max(x.abs(), rows, columns) / LARGEST[kind]).clamp(min=SMALLEST_SCALE)
+    # By a tensor: a GPU multiplies by the reciprocal of a number, which gives other bits than a CPU's division.
+    largest = torch.full((), LARGEST[kind], device=x.device)
+    scale = (_block_max(x.abs(), rows, columns) / largest).clamp(min=SMALLEST_SCALE)
     # The quotient may round up to just above the largest.
     y = (x / _spread(scale, x, rows, columns)).clamp(-LARGEST[kind], LARGEST[kind])
     if kind == "fp8":
