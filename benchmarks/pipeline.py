@@ -306,7 +306,7 @@ def memory(args: argparse.Namespace, world: World) -> Results:
     settings = [("never", ()), ("never", ("attention",)), ("never", ("layer",)), ("far", ("layer",))]
     settings += [("far", ("attention",)), ("warmup", ("attention",)), ("far", ()), ("warmup", ())]
     for offload, recompute in settings:
-        options = dict(schedule="interleaved", stages_per_rank=6 // world.count("pp"), offload=offload)
+        options = dict(schedule="interleaved", stages_per_rank=max(2, 6 // world.count("pp")), offload=offload)
         options |= dict(recompute=recompute)
         yield f"{offload}/{'+'.join(recompute) or 'none'}", partial(run, args, world, shape(args), **options)
 
