@@ -58,6 +58,7 @@ def backward(model: GLM5, ranks: Ranks, ids: torch.Tensor, micro: int, tokens: i
         ones = torch.ones(target.shape, device=ids.device)
         loss = language_model_loss([hidden], weight, [(target, ones)], cross_entropy=head.cross_entropy)
         (loss.loss_sum / tokens).backward()
+    ranks.after(model)
 
 
 def made(config: Any, device: torch.device) -> GLM5:
@@ -73,15 +74,16 @@ def share(ids: torch.Tensor, world: World | None) -> torch.Tensor:
 
 
 def difference(world: World, device: torch.device) -> float:
-    """Largest difference of a gradient from one process's."""
+    """Largest difference of a gradient from one process's; on a mesh of shard=1, of copies."""
     config = nano(vocab_size=512)
     ids = torch.randint(0, 512, (4, 129), device=device, generator=torch.Generator(device).manual_seed(1))
     found: list[Named] = []
     for over in (None, world):
         model = made(config, device)
+        ranks = Ranks(over, gather_once=over is not None and over.mesh.shard == 1)
         if over is not None:
-            parallelize(model, over)
-        backward(model, Ranks(over), share(ids, over), 2, 4 * 128)
+            parallelize(model, over, copies=ranks.copies)
+        backward(model, ranks, share(ids, over), 2, 4 * 128)
         found.append({n: whole(p.grad) for n, p in model.named_parameters() if p.grad is not None})
     one, many = found
     return max(float((one[n] - many[n]).abs().max() / one[n].abs().max().clamp(min=1e-3)) for n in one)
