@@ -39,6 +39,7 @@ from glm5.serve.gateway.remote import HttpEngine
 from glm5.serve.gateway.router import Router
 from glm5.serve.http.app import create_app
 from glm5.utils.errors import FileError
+from glm5.utils.listening import listen
 from support.rollouts import FATES, VERSION, ScriptedEngine, ScriptedTask, fate, learn, number
 
 FAULTS = ("kill", "kill", "kill", "hang", "disk", "loris")
@@ -204,7 +205,7 @@ class Chaos:
 
     @staticmethod
     def _listen() -> socket.socket:
-        return socket.create_server(("127.0.0.1", 0), backlog=4096)
+        return listen("127.0.0.1", 0)
 
     @property
     def _engines(self) -> list[str]:
