@@ -4,7 +4,8 @@
                                          [--sft-steps N] [--rl-steps N] [--distill-steps N] [--last STAGE]
                                          [--preset nano|mini] [--device cpu|cuda] [--out DIR] [--json FILE] ...
 
-A TASK is a generator of reasoning-gym with its options, as `glm5 rl reason --prompts.tasks` takes it. A model of the
+A TASK is a generator of reasoning-gym with its options, as `glm5 rl reason --prompts.tasks` takes it; with NAME@VALUE
+only those of its tasks whose metadata has this value, as number_sorting@ascending. A model of the
 preset's parts (--hidden, --layers and --experts change its size) is fine-tuned, briefly, on answers of two qualities:
 right ones, and careless ones (--careless is their share) that do half of the work: the word as it stands for the word
 spelled backward, the number of animals for that of their legs. So it can do the tasks, and often does not. Stage 1
@@ -45,15 +46,23 @@ from tuning import tuning
 
 FIRST = ('spell_backward:{"min_word_len":3,"max_word_len":4}',)
 SECOND = ('leg_counting:{"min_animals":1,"max_animals":1,"min_instances":1,"max_instances":5}',)
+
+
+def turned(words: Sequence[str]) -> str:
+    """A list of words as it stands; of a single one, its letters turned round."""
+    return words[0][::-1] if len(words) == 1 else ", ".join(words)
+
+
 # What somebody answers who does half of the work, by generator.
 CARELESS: dict[str, Callable[[Mapping[str, Any]], str]] = {
     "spell_backward": lambda metadata: metadata["word"],
     "leg_counting": lambda metadata: str(sum(metadata["animals"].values())),
-    "word_sequence_reversal": lambda metadata: ", ".join(metadata["words"]),
+    "word_sequence_reversal": lambda metadata: turned(metadata["words"]),
     "chain_sum": lambda metadata: metadata["expression"].split()[0],
     "letter_counting": lambda metadata: str(metadata["span"][0].lower().count(metadata["target_letter"])),
     "gcd": lambda metadata: str(min(metadata["numbers"])),
     "lcm": lambda metadata: str(max(metadata["numbers"])),
+    "number_sorting": lambda metadata: str(metadata["original_numbers"]),
     "letter_jumble": lambda metadata: " ".join(metadata["scrambled_words"]),
 }
 STAGES = ("sft", "first", "second", "distill")
@@ -81,10 +90,16 @@ class Seed:
         """A file of tasks to learn from and one to measure, of each kind; none is there twice."""
         for spec in (*self.args.first, *self.args.second):
             name, _, options = spec.partition(":")
-            rows = gym.rows(name, self.args.count, self.seed, **json.loads(options or "{}"))
+            generator, _, value = name.partition("@")
+            rows = gym.rows(generator, self.args.count, self.seed, **json.loads(options or "{}"))
+            of_value = [row for row in rows if not value or value in row["info"]["metadata"].values()]
+            rows = [{**row, "domain": name, "prompt": self.asked(row["prompt"])} for row in of_value]
             rows = list({row["prompt"]: row for row in rows}.values())
             for part, some in (("held", rows[: self.args.held_out]), ("train", rows[self.args.held_out :])):
                 (self.directory / f"{name}-{part}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in some))
+
+    def asked(self, question: str) -> str:
+        return question.partition("\n")[0] if self.args.first_line else question
 
     def prompts(self, *specs: str) -> PromptConfig:
         names = [spec.partition(":")[0] for spec in specs]
@@ -99,8 +114,9 @@ class Seed:
             for prompt in prepare_prompts(self.prompts(spec), self.seed).train:
                 for _ in range(self.args.answers):
                     answer = str(prompt.answer)
-                    if name in CARELESS and draw.random() < self.args.careless:
-                        answer = CARELESS[name](prompt.info["metadata"])
+                    careless = CARELESS.get(name.partition("@")[0])
+                    if careless is not None and draw.random() < self.args.careless:
+                        answer = careless(prompt.info["metadata"])
                     user = {"role": "user", "content": prompt.messages[-1].content}
                     said = {"role": "assistant", "content": answer, "thinking": False}
                     rows.append(json.dumps({"messages": [user, said]}) + "\n")
@@ -243,6 +259,7 @@ def main() -> None:
     parser.add_argument("--sft-lr", type=float, default=3e-3)
     parser.add_argument("--lr", type=float, default=5e-4)
     parser.add_argument("--ratios", nargs="+", type=float, help="of rows of each kind to fine-tune on")
+    parser.add_argument("--first-line", action="store_true", help="ask a question's first line only")
     parser.add_argument("--careless", type=float, default=0.55)
     parser.add_argument("--memory-gib", type=float, default=0.1)
     parser.add_argument("--out", help="keep the runs here")

@@ -6,7 +6,8 @@
 A TASK is a generator of reasoning-gym with its options, as `glm5 rl reason --prompts.tasks` takes it. A model that has
 learned nothing is fine-tuned, briefly, on answers of two qualities, as in `reason_learning`: right ones, and careless
 ones that do half of the work. Then it learns from reasoning-gym's verifiers on all kinds in equal parts, by the loop
-behind `glm5 rl reason`, until the time is up. The trainer is in fp32 with TF32 products, the engine in --dtype.
+behind `glm5 rl reason`, until the time is up; the rate falls to a tenth over --rl-steps. The trainer is in fp32 with
+TF32 products, the engine in --dtype.
 
 Nothing is kept but figures: what `glm5 sft` and `glm5 rl reason` write between and after the stages, some 20 GiB for
 `mini`, would take the time. DIR/sft.jsonl and DIR/rl.jsonl have a line a step, written as they come, with the figures
@@ -121,8 +122,13 @@ class Minutes:
             memory_gib=args.memory_gib,
             verifiers=args.verifiers,
         )
-        rate = LearningRate(args.lr, args.lr, shape="constant")
-        learn = LearnConfig(lr=rate, seed=args.seed, micro_batch=args.micro_batch, row_tokens=args.row_tokens)
+        learn = LearnConfig(
+            steps=args.rl_steps,
+            lr=LearningRate(args.lr, args.lr / 10, warmup_steps=2),
+            seed=args.seed,
+            micro_batch=args.micro_batch,
+            row_tokens=args.row_tokens,
+        )
         with (
             verifier_pool(config, [*prompts.train, *prompts.held_out]) as pool,
             open(self.directory / "rl.jsonl", "w") as file,
@@ -212,7 +218,7 @@ def main() -> None:
         ("seconds", 1200), ("seed", 0), ("count", 4000), ("held-out", 100), ("answers", 2), ("sft-steps", 80),
         ("sft-rows", 64), ("groups", 32), ("group", 16), ("rounds", 2), ("running", 256), ("longest", 12),
         ("vocab", 600), ("seq-len", 192), ("hidden", 0), ("layers", 0), ("experts", 0), ("eval-every", 10),
-        ("micro-batch", 32), ("row-tokens", 512), ("verifiers", 8),
+        ("micro-batch", 32), ("row-tokens", 512), ("verifiers", 8), ("rl-steps", 1000),
     ):  # fmt: skip
         parser.add_argument(f"--{name}", type=int, default=default)
     parser.add_argument("--sft-lr", type=float, default=2e-3)
@@ -222,7 +228,7 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=4, help="of the processor")
     parser.add_argument("--out", required=True, help="figures, tasks and tokenizer lie here")
     args = parser.parse_args()
-    args.second = []
+    args.second, args.first_line = [], False
     torch.set_num_threads(args.threads)
     torch.set_float32_matmul_precision("high")
     Minutes(args).run()

@@ -34,6 +34,7 @@ def test_careless_answers_are_often_wrong_and_sometimes_right(monkeypatch: pytes
     small: dict[str, dict[str, Any]] = {
         "gcd": {"min_numbers": 2, "max_numbers": 2, "min_value": 2, "max_value": 20},
         "lcm": {"min_numbers": 2, "max_numbers": 2, "min_value": 2, "max_value": 20},
+        "number_sorting": {"min_numbers": 3, "max_numbers": 3, "min_decimals": 0, "max_decimals": 0, "max_value": 9},
         "letter_counting": {"min_words": 2, "max_words": 4},
         "spell_backward": {"min_word_len": 3, "max_word_len": 4},
     }
@@ -67,7 +68,9 @@ def test_tasks_that_are_measured_are_not_learned_from(monkeypatch: pytest.Monkey
     """And what is fine-tuned on says something else than the right answer about as often as it is asked to."""
     module = benchmark("reason_learning", monkeypatch)
     spec = 'gcd:{"min_numbers":2,"max_numbers":2,"min_value":2,"max_value":20}'
-    args = argparse.Namespace(first=[spec], second=[], count=300, held_out=30, answers=2, careless=0.5)
+    args = argparse.Namespace(
+        first=[spec], second=[], count=300, held_out=30, answers=2, careless=0.5, first_line=False
+    )
     seed = module.Seed(1, tmp_path, args)
     seed.write_tasks()
     (file,) = seed.answers()
