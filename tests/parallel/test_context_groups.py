@@ -143,17 +143,20 @@ def test_rows_of_whole_documents(expected: Path) -> None:
     used = data.lengths([3, 1, 12])
     assert (one.document_BS >= 0).sum() == used.sum()
     assert one.document_BS[0, : used.sum()].tolist() == np.repeat(range(3), used).tolist()
-    alone = [data.batch([row]) for row in (3, 1, 12)]
+    each = [data.batch([row]) for row in (3, 1, 12)]
     for depth in (1, 2, 4):
         target, weight = one.targets(depth)
-        wanted = [b.targets(depth)[0][0, :n][b.targets(depth)[1][0, :n] > 0] for b, n in zip(alone, used, strict=True)]
+        wanted = [b.targets(depth)[0][0, :n][b.targets(depth)[1][0, :n] > 0] for b, n in zip(each, used, strict=True)]
         assert target[weight > 0].tolist() == np.concatenate(wanted).tolist()
-    assert one.num_bytes_BT.sum() == sum(b.num_bytes_BT.sum() for b in alone)
+    assert one.num_bytes_BT.sum() == sum(b.num_bytes_BT.sum() for b in each)
     empty = data.end_to_end([], 16)
     assert empty.document_BS.max() == -1
     assert not empty.loss_BS.any()
     both = MixedDataset({"a": data, "b": data})
     assert both.lengths([2, ROWS + 3]).tolist() == data.lengths([2, 3]).tolist()
+    mixed, alone = both.end_to_end([2, ROWS + 3], 64), data.end_to_end([2, 3], 64)
+    assert np.array_equal(mixed.ids_BS, alone.ids_BS)
+    assert np.array_equal(mixed.document_BS, alone.document_BS)
     with pytest.raises(ConfigError, match="must hold"):
         data.end_to_end([3, 1, 12], int(used.sum()) - 1)
     assert rows_for(TrainConfig(), data) is data
