@@ -98,7 +98,8 @@ class RolloutConfig:
     """Of the engine's weights and cache. The trainer's are float32; bfloat16 is faster on a GPU, and takes the two
     apart by its rounding, which the correction sees."""
     running: int = 64
-    """Answers at a time in the engine; its recorded steps on a GPU take up to 256."""
+    """Answers at a time in the engine, which reads 64 times as many ids in a step. Its recorded steps on a GPU take up
+    to 256 of them."""
     memory_gib: float = 1.0
     """GiB of the engine's cache."""
     verifiers: int = 2
@@ -277,6 +278,7 @@ class Rollouts:
         settings = EngineConfig(
             memory_gib=config.memory_gib,
             max_running=config.running,
+            max_batched_tokens=64 * config.running,
             drafts=config.drafts,
             invariant=config.invariant == "on",
             overlap=False,
