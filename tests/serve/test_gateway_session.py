@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from glm5.serve.gateway.packed import Packed, PackedAnswer
 from glm5.serve.gateway.session import Session, in_order_of_calls
 from glm5.serve.gateway.turn import Turn
-from glm5.serve.request import Request, SamplingParams, TokenInfo
+from glm5.serve.request import Delta, Finish, Request, SamplingParams, TokenInfo
 from glm5.text.chat import render
 from glm5.text.messages import Message, Tool, ToolCall
 from support.scripted import Scripted, chat_tokenizer
@@ -160,6 +160,45 @@ def test_figures_that_are_packed_are_what_they_were() -> None:
         assert packed[-1:] == infos[-1:]
     with pytest.raises(IndexError):
         Packed(full)[2]
+
+
+def test_an_answer_is_heard_again_in_one_piece_a_version() -> None:
+    ids = T.encode("hm</think>the answer<|user|>", allow_special=True)
+    told = [
+        Delta("r", 0, (id,), (TokenInfo(-id / 1000),), drafted=3, accepted=place % 2, version=str(min(place, 2) // 2))
+        for place, id in enumerate(ids)
+    ]
+    told[-1] = replace(told[-1], finish=Finish("stop", ids[-1]))
+
+    class Engine:
+        left = iter(told)
+
+        async def __anext__(self) -> Delta:
+            for delta in self.left:
+                return delta
+            raise StopAsyncIteration
+
+        async def aclose(self) -> None: ...
+
+    async def go() -> None:
+        session = Session("s", T)
+        plan = session.plan([Message("user", "hi")])
+        request = Request(plan.prompt(), SamplingParams(logprobs=0))
+        turn = session.begin(plan, request, name=None, digest=b"", grace_s=60.0)
+        early = turn.listen("early")
+        turn.run(Engine())  # type: ignore[arg-type]
+        heard = [delta async for delta in early]
+        assert heard == [replace(delta, rid="early") for delta in told]
+        again = [delta async for delta in turn.listen("late")]
+        assert [(delta.ids, delta.version) for delta in again] == [(tuple(ids[:2]), "0"), (tuple(ids[2:]), "1")]
+        assert [one for delta in again for one in delta.info] == [one for delta in told for one in delta.info]
+        assert [delta.finish for delta in again] == [None, told[-1].finish]
+        assert sum(delta.accepted for delta in again) == sum(delta.accepted for delta in told)
+        (trajectory,) = session.export()["trajectories"]
+        assert trajectory["versions"][-len(ids) :] == ["0"] * 2 + ["1"] * (len(ids) - 2)
+        assert trajectory["logprobs"][-len(ids) :] == [-id / 1000 for id in ids]
+
+    asyncio.run(go())
 
 
 def test_results_without_ids_or_of_other_calls_stay_where_they_are() -> None:
