@@ -191,7 +191,9 @@ def test_options_override_the_file_which_overrides_the_default(tmp_path: Path) -
     [
         ([], "--name"),
         (["--name", "x", "--optm.lr", "1"], r"--optm\.lr.*Perhaps you meant.*--optim\.lr"),
-        (["--name", "x", "--steps", "many"], "^--steps: .*'many'$"),
+        (["--name", "x", "--steps", "many"], "^--steps: must be an integer, not 'many'$"),
+        (["--name", "x", "--optim.lr", "fast"], r"^--optim\.lr: must be a number, not 'fast'$"),
+        (["--name", "x", "--optim.clip", "none"], r"^--optim\.clip: must be a number, not 'none'$"),
         (["--name", "x", "--optim.lr", "-1"], r"^optim\.lr=-1\.0: must be positive$"),
         (["--name", "no name"], "^name='no name': must be a name$"),
         (["--name", "x", "--mode", "other"], "--mode"),

@@ -270,6 +270,10 @@ def _plain(box: str, whole: str) -> str:
     text = " ".join(line for line in lines[1:] if line)
     text = re.split(r" (?:For full helptext|Argument helptext:)", text)[0].rstrip(".")
     text = re.sub(r"'None', |, 'None'", "", text)  # of an option that may be left out
+    # Of an option that may also be left out tyro lists what it tried.
+    text = re.sub(r"no type matching .* - <class '\w+'>: ", "", text)
+    text = re.sub(r"invalid literal for int\(\) with base 10: ", "must be an integer, not ", text)
+    text = re.sub(r"could not convert string to float: ", "must be a number, not ", text)
     found = re.match(r"Error parsing ([\w.-]+): ", text)
     if found is None:
         return text
