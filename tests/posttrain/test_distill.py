@@ -55,7 +55,7 @@ def config(directory: Path, **changes: Any) -> DistillConfig:
         teachers=(f"a={a}", f"b={b}"),
         run=str(directory / "run"),
         prompts=PromptConfig(data=(write_prompts(directory / "train.jsonl", verifier="short"),)),
-        rollout=RolloutConfig(prompts=48, group=1, max_new_tokens=1, thinking=False, memory_gib=0.02),
+        rollout=RolloutConfig(prompts=48, group=1, max_new_tokens=1, thinking=False, memory_gib=0.02, invariant="off"),
         learn=LearnConfig(steps=20, lr=LearningRate(5e-3, 5e-3), save_every=5, row_tokens=128, momentum=0.8),
         device="cpu",
         eval_every=0,

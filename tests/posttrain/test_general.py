@@ -102,7 +102,8 @@ def write(path: Path, count: int, **fields: Any) -> str:
 def config(directory: Path, base: str, **changes: Any) -> GeneralConfig:
     learn: dict[str, Any] = dict(steps=4, lr=LearningRate(1e-2, 1e-2), save_every=2, row_tokens=128)
     rollout: dict[str, Any] = dict(
-        prompts=4, group=6, max_new_tokens=2, thinking=False, memory_gib=0.02, verifiers=1, verifier_timeout=60.0
+        **dict(prompts=4, group=6, max_new_tokens=2, thinking=False, memory_gib=0.02, invariant="off"),
+        **dict(verifiers=1, verifier_timeout=60.0),
     )
     learn |= changes.pop("learn", {})
     rollout |= changes.pop("rollout", {})

@@ -5,11 +5,6 @@ from __future__ import annotations
 
 import json
 import math
-import os
-import signal
-import subprocess
-import sys
-import time
 from collections import Counter
 from dataclasses import replace
 from pathlib import Path
@@ -28,7 +23,6 @@ from glm5.posttrain.reason import PromptConfig, ReasonConfig, parse_ratios, prep
 from glm5.posttrain.rollouts import RolloutConfig, Rollouts
 from glm5.posttrain.samples import SampleLedger, read_samples
 from glm5.train.schedule import LearningRate
-from glm5.utils.config_io import save
 from glm5.utils.errors import CheckpointError, ConfigError, DataError, UserError
 from glm5.utils.runlog import read_metrics
 from support.conversations import tokenizer
@@ -136,12 +130,6 @@ def test_a_run_with_every_switch_turned(tmp_path: Path) -> None:
 
 
 # --------------------------------------------------------------------------------------------------- killed runs
-def start(path: Path) -> subprocess.Popen[bytes]:
-    code = "import torch, sys; torch.set_num_threads(1); from glm5.cli.main import main; sys.exit(main())"
-    command = [sys.executable, "-c", code, "rl", "reason", "--config", str(path)]
-    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, env={**os.environ})
-
-
 class Killed(BaseException):
     """As a kill: nothing of the loop runs after it."""
 
@@ -149,6 +137,7 @@ class Killed(BaseException):
 def test_a_killed_run_has_the_same_ledger_and_ends_in_the_same_bytes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """Without the system's kill, which is `test_rl_kills`."""
     whole = config(tmp_path, learn=dict(steps=6, save_every=2), eval_every=3, page_every=0)
     expected = reason(whole, lambda _: None)
     cut = replace(whole, run=str(tmp_path / "cut"))
@@ -163,16 +152,16 @@ def test_a_killed_run_has_the_same_ledger_and_ends_in_the_same_bytes(
     monkeypatch.setenv("PYTHONPATH", SUPPORT)
     assert {s["step"] for s in read_samples(samples)} == {1}
 
-    # Between two checkpoints, by the system.
-    save(tmp_path / "cut.json", cut)
-    process = start(tmp_path / "cut.json")
-    deadline = time.monotonic() + 120
-    while max((s["step"] for s in read_samples(samples)), default=0) < 3:
-        assert process.poll() is None, process.communicate()[0].decode()
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
-    process.send_signal(signal.SIGKILL)
-    process.communicate()
+    # Between two checkpoints, in the middle of a step.
+    collect = Rollouts.collect
+    monkeypatch.setattr(
+        Rollouts, "collect", lambda *a: collect(*a) if a[0].version != "3" else (_ for _ in ()).throw(Killed())
+    )
+    with pytest.raises(Killed):
+        reason(cut, lambda _: None)
+    monkeypatch.undo()
+    monkeypatch.setenv("PYTHONPATH", SUPPORT)
+    assert max(s["step"] for s in read_samples(samples)) == 3
     assert not (tmp_path / "cut" / "model").exists()
 
     found = reason(cut, lambda _: None)

@@ -80,7 +80,11 @@ def read_rated(config: RateConfig) -> list[Rated]:
     if config.data:
         rows = [one for path in config.data for one in read_rows(path, both)]
     else:
-        rows = [both(row, n) for n, row in enumerate(task_rows(config.tasks, config.count, config.seed), 1)]
+        try:
+            made = task_rows(config.tasks, config.count, config.seed)
+        except ConfigError as e:
+            raise ConfigError(e.field.removeprefix("prompts."), e.value, e.rule) from None
+        rows = [both(row, n) for n, row in enumerate(made, 1)]
     require_unique([prompt for _, prompt in rows], ", ".join(config.data or config.tasks))
     return rows
 
