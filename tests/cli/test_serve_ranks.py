@@ -100,61 +100,15 @@ def test_a_mesh_answers_and_ends(checkpoint: Path, tmp_path: Path, mesh: str, st
                 os.kill(pid, signal.SIGKILL)
 
 
-@pytest.mark.slow
-@pytest.mark.skipif(not Path("/proc").is_dir(), reason="looks at processes as Linux does")
-def test_a_mesh_fetches_the_pages_that_another_worker_has_read(checkpoint: Path, tmp_path: Path) -> None:
-    """A prefill worker of one process, a decode worker of two, and their front."""
+def test_a_mesh_that_finds_no_front_says_so(checkpoint: Path) -> None:
+    given = ["--mesh", "tp=2", "--device", "cpu", "--join", "127.0.0.1:1", "--memory-gib", "0.02"]
     environment = os.environ | {"OMP_NUM_THREADS": "1", "GLM5_WORKER_KEY": "between us"}
-    names, processes = ("front", "prefill", "decode"), []
-
-    def start(name: str, *given: str) -> None:
-        options = ["--drafts", "1", "--pages", "24", "--device", "cpu", *given]
-        with (tmp_path / name).open("w") as out:
-            processes.append(subprocess.Popen([*COMMAND, str(checkpoint), *options], stderr=out, env=environment))
-
-    def said() -> str:
-        return "\n".join(f"{name}: {(tmp_path / name).read_text()}" for name in names if (tmp_path / name).exists())
-
-    def wait_for(pattern: str) -> str:
-        end = time.monotonic() + 300
-        while not (found := re.search(pattern, said())):
-            assert all(p.poll() is None for p in processes), said()
-            assert time.monotonic() < end, said()
-            time.sleep(0.1)
-        return found[1]
-
-    started: dict[int, int] = {}
-    try:
-        start("front", "--port", "0", "--workers-at", "127.0.0.1:0")
-        address, workers_at = wait_for(r"listening on (\S+)"), wait_for(r"hosts join at (\S+)")
-        start("prefill", "--join", workers_at, "--role", "prefill")
-        start("decode", "--join", workers_at, "--mesh", "tp=2")
-        end = time.monotonic() + 300
-        while not all(ask(address, "/server_info").get(role) for role in ("prefill", "decode")):
-            assert all(p.poll() is None for p in processes), said()
-            assert time.monotonic() < end, said()
-            time.sleep(0.1)
-        started = ranks(processes[2].pid)
-        prompts = [[40 + (7 * i + j) % 200 for j in range(150 + i)] for i in range(4)]
-        sampling = {"temperature": 0, "max_new_tokens": 5, "ignore_eos": True}
-        told = ask(address, "/generate", {"input_ids": prompts, "sampling_params": sampling})
-        model = load_model(checkpoint)
-        for ids, answer in zip(prompts, told, strict=True):
-            assert answer["output_ids"] == list(generate(model, ids, max_new_tokens=5, stop_ids=()))
-        (prefill,), (decode,) = (ask(address, "/server_info")[role] for role in ("prefill", "decode"))
-        assert decode["tp"] == 2
-        assert "tp" not in prefill
-        assert "is read here" not in said()  # as a prompt is whose pages do not come
-        processes[0].send_signal(signal.SIGTERM)
-        for process in processes[1:]:
-            assert process.wait(120) == 0, said()
-        assert "Traceback" not in said()
-    finally:
-        for process in processes:
-            process.kill()
-        for pid in started.values():
-            if not gone(pid):
-                os.kill(pid, signal.SIGKILL)
+    done = subprocess.run(
+        [*COMMAND, str(checkpoint), *given], capture_output=True, text=True, env=environment, timeout=300
+    )
+    assert done.returncode == 2, done.stderr
+    assert "the front at 127.0.0.1:1" in done.stderr
+    assert "Traceback" not in done.stderr
 
 
 @pytest.mark.parametrize(

@@ -10,6 +10,7 @@ import sys
 import time
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -31,6 +32,7 @@ from glm5.serve.ranks import Leader, Member
 from glm5.serve.request import Request, SamplingParams
 from glm5.serve.split import SplitBatch
 from glm5.utils.errors import ConfigError, UserError
+from support.cluster import cluster, play
 from support.drafting import agreeable
 from support.ranks import exit_codes, run_ranks
 from support.tiny import tiny_config
@@ -465,6 +467,44 @@ def test_recorded_steps_on_every_rank(mesh: str, checkpoints: list[str], expecte
         assert found["renewed"] == ("ep" in mesh)
     if "dp" not in mesh:
         assert all(map(torch.equal, results[0][1], results[1][1]))  # the same pages on both, the spare one included
+
+
+# --------------------------------------------------------------------------- a worker of several ranks
+def _fetches(world: World, checkpoint: str, home: str) -> Any:
+    """The leader's process has a prefill worker of its own model, the front, and the decode worker on both ranks."""
+
+    def lead(leader: Leader) -> Any:
+        found: list[Any] = []
+
+        async def test() -> None:
+            sides = dict(models={1: leader.model}, ranks={1: leader})
+            config = replace(ROOMY, drafts=2, context=300)
+            async with cluster(load_model(checkpoint), Path(home), config=config, **sides) as workers:
+                answers = await workers.all([Request(ids, GREEDY) for ids in prompts()])
+                found.extend((one.ids, one.logprobs) for one in answers)
+                await workers.until_clean()
+
+        play(test)
+        return found
+
+    filled, fill = [0], Member.fill
+
+    def counted(member: Member, page: int, sent: torch.Tensor | None = None) -> None:
+        filled[0] += 1
+        fill(member, page, sent)
+
+    Member.fill = counted  # type: ignore[method-assign]
+    found, pages, _ = _lead(world, checkpoint, lead)
+    return found, pages, filled[0]
+
+
+def test_two_ranks_decode_what_another_worker_has_read(
+    checkpoints: list[str], expected: dict[str, Any], tmp_path: Path
+) -> None:
+    (found, pages, filled), (_, their_pages, theirs) = run_ranks(2, "tp=2", _fetches, checkpoints[0], str(tmp_path))
+    same(found, expected["drafts"])
+    assert filled == theirs > 0
+    assert all(map(torch.equal, pages, their_pages))
 
 
 # --------------------------------------------------------------------------- a rank dies

@@ -10,7 +10,7 @@ from typing import Any
 
 from glm5.model.glm5 import GLM5
 from glm5.serve.config import EngineConfig
-from glm5.serve.engine import Engine
+from glm5.serve.engine import Engine, Ranks
 from glm5.serve.fleet import Fleet
 from glm5.serve.llm import Answer
 from glm5.serve.remote import Hello, Remote, serve_backend
@@ -27,8 +27,10 @@ KEY = b"a key"
 class Worker:
     """A worker in this process: an engine, its thread, its two sockets. `kill` ends it as a lost process would."""
 
-    def __init__(self, model: GLM5, config: EngineConfig, role: str, name: str, home: Path, tcp: bool) -> None:
-        self.engine = Engine(model, config, chat_tokenizer())
+    def __init__(
+        self, model: GLM5, config: EngineConfig, role: str, name: str, home: Path, tcp: bool, ranks: Ranks | None
+    ) -> None:
+        self.engine = Engine(model, config, chat_tokenizer(), ranks=ranks)
         self.runner = Runner(self.engine, chat_tokenizer(), name)
         self.role, self.name, self._home, self._tcp = role, name, home, tcp
         self.stopped = False
@@ -119,6 +121,7 @@ async def cluster(
     config: EngineConfig = SMALL,
     tcp: bool = False,
     models: dict[int, GLM5] | None = None,
+    ranks: dict[int, Ranks] | None = None,
 ) -> AsyncIterator[Cluster]:
     fleet = Fleet(chat_tokenizer(), "tiny", direct_up_to=0)
 
@@ -128,8 +131,9 @@ async def cluster(
         await remote.listen()
 
     server = await listen(str(home / "front"), KEY, front)
+    names = {"p": "prefill", "d": "decode"}
     workers = [
-        Worker((models or {}).get(i, model), config, {"p": "prefill", "d": "decode"}[r], f"{r}{i}", home, tcp)
+        Worker((models or {}).get(i, model), config, names[r], f"{r}{i}", home, tcp, (ranks or {}).get(i))
         for i, r in enumerate(roles)
     ]
     begun: list[Worker] = []
