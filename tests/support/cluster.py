@@ -28,7 +28,14 @@ class Worker:
     """A worker in this process: an engine, its thread, its two sockets. `kill` ends it as a lost process would."""
 
     def __init__(
-        self, model: GLM5, config: EngineConfig, role: str, name: str, home: Path, tcp: bool, ranks: Ranks | None
+        self,
+        model: GLM5,
+        config: EngineConfig,
+        role: str,
+        name: str,
+        home: Path,
+        tcp: bool,
+        ranks: Ranks | None = None,
     ) -> None:
         self.engine = Engine(model, config, chat_tokenizer(), ranks=ranks)
         self.runner = Runner(self.engine, chat_tokenizer(), name)
