@@ -75,7 +75,7 @@ class Told(Engines):
     """Hears of a version; there are no weights."""
 
     def push(self, model: GLM5, version: int) -> None:
-        self.call(self._push(WeightUpdate("tensor", weight_version=str(version))))
+        self.call(self._push(WeightUpdate("tensor", weight_version=str(version)), version))
 
 
 class Sleeper(AgentLearner):
