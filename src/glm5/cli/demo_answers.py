@@ -69,7 +69,14 @@ def answers(directory: Path, checkpoint: str, *, quick: bool = False) -> Answers
                 held_out_count=10 if quick else HELD_OUT,
             ),
             rollout=RolloutConfig(
-                prompts=8, group=8, max_new_tokens=3, thinking=False, rounds=1, memory_gib=0.05, verifiers=1
+                prompts=8,
+                group=8,
+                max_new_tokens=3,
+                thinking=False,
+                rounds=1,
+                memory_gib=0.05,
+                verifiers=1,
+                invariant="off",  # faster
             ),
             learn=LearnConfig(
                 steps=updates,
