@@ -111,7 +111,7 @@ def speed(
     )
     with tempfile.TemporaryDirectory() as place:
         # One document, cut into rows, so that every row is full and sees itself alone.
-        document = Document("all", str(4 * total * options.length + 1))
+        document = Document("all", str(4 * total * options.length))
         data = TokenDataset.build([document], RandomTokens(config.vocab_size), place + "/data", options.length)
         trainer = Trainer(train, model, Loader(data, 0), place, world, None, once, prefetch)
         trainer.finished_steps = 1  # the first step measures

@@ -456,8 +456,8 @@ def prepared(a: argparse.Namespace, directory: Path) -> Job:
     device = torch.device(a.device)
     config = preset(a.preset).replace(num_nextn_predict_layers=0)
     steps = a.steps + WARM
-    # One document, cut into rows, so that every row is full and sees itself alone.
-    document = Document("all", str(a.rows * steps * a.seq_len + 1))
+    # One document, cut into rows, so that every row is full and sees itself alone; its end is the last one's target.
+    document = Document("all", str(a.rows * steps * a.seq_len))
     data = TokenDataset.build([document], RandomTokens(config.vocab_size), directory, a.seq_len, 1)
     with torch.device("meta"):
         model = GLM5(config, seed=None)
