@@ -4,9 +4,9 @@
     python benchmarks/gateway_turns.py --agents 1000 --turns 20000 --answer-s 10  what does a turn cost on the way?
 
 One process is the gateway (router and pool included) before four scripted engines in it, which answer after
-`--answer-s` seconds; the agents are `--clients` other processes. The overhead of a turn is the time that its client
-waits beyond what the engine takes, both ends of the connection included. Prints it (p50, p99), turns a second, the
-gateway's processor time a turn, its memory after every tenth of the turns, and what a request costs that asks for
+`--answer-s` seconds on average; the agents are `--clients` other processes. The overhead of a turn is the time that its
+client waits beyond what the engine takes, both ends of the connection included. Prints it (p50, p99), turns a second,
+the gateway's processor time a turn, its memory after every tenth of the turns, and what a request costs that asks for
 nothing. `--cores 2`: all of it on two cores.
 """
 
@@ -47,7 +47,7 @@ DELTA = Delta(
 
 
 class Engine(Scripted):
-    """Costs next to nothing: what it answers is made once."""
+    """Costs next to nothing: what it answers is made once, and told when the request's client wants it."""
 
     async def generate(self, request: Any) -> Any:
         self.alive.add(request.rid)
@@ -59,9 +59,10 @@ class Answering:
 
     def __init__(self, engine: Engine, request: Any) -> None:
         self._engine, self._rid, self._told = engine, request.rid, False
+        self._s = (request.params.seed or 0) / 1e6  # as its client has it
 
     async def __anext__(self) -> Delta:
-        await asyncio.sleep(self._engine.delay_s)
+        await asyncio.sleep(self._s)
         assert not self._told, "its end was told"
         self._told = True
         return replace(DELTA, rid=self._rid)
@@ -70,10 +71,10 @@ class Answering:
         self._engine.alive.discard(self._rid)
 
 
-def gateway(listening: socket.socket, answer_s: float, agents: int) -> None:
+def gateway(listening: socket.socket, agents: int) -> None:
     engines = {}
     for n in range(ENGINES):
-        engines[f"engine{n}"] = Engine(delay_s=answer_s)
+        engines[f"engine{n}"] = Engine()
         engines[f"engine{n}"].context = 100_000
     pool = EnginePool(engines, Router("1"))
     options = GatewayOptions(max_requests=10 * agents)
@@ -106,10 +107,13 @@ def client(address: tuple[str, int], first: int, agents: int, sessions: int, ans
             spent, name, history = [], f"s{first + number}", [{"role": "system", "content": "be brief"}]
             for turn in range(TURNS):
                 history.append({"role": "user", "content": f"question {turn} " * 20})
+                # Of random length: agents whose answers all took as long would stay together once they met.
+                took = rng.expovariate(1 / answer_s) if answer_s else 0.0
+                body = {"messages": history, "seed": int(1e6 * took)}
                 begun = time.perf_counter()
                 path = f"/sessions/{name}/v1/chat/completions"
-                answer = await post(reader, writer, "POST", path, {"messages": history})
-                spent.append(time.perf_counter() - begun - answer_s)
+                answer = await post(reader, writer, "POST", path, body)
+                spent.append(time.perf_counter() - begun - took)
                 history.append(answer["choices"][0]["message"])
             made = await post(reader, writer, "DELETE", f"/sessions/{name}")
             assert len(made["trajectories"]) == 1, "every turn went on from the one before"
@@ -186,7 +190,9 @@ if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--agents", type=int, default=100)
     parser.add_argument("--turns", type=int, default=2000)
-    parser.add_argument("--answer-s", type=float, default=0.0, help="seconds that the engines take for an answer")
+    parser.add_argument(
+        "--answer-s", type=float, default=0.0, help="seconds that the engines take for an answer, on average"
+    )
     parser.add_argument("--clients", type=int, default=1, help="processes of agents")
     parser.add_argument("--cores", type=int, help="run on so many cores")
     given = parser.parse_args()
@@ -194,7 +200,7 @@ if __name__ == "__main__":
         os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[: given.cores])
     context = multiprocessing.get_context("spawn")
     listening = listen("127.0.0.1", 0)
-    server = context.Process(target=gateway, args=(listening, given.answer_s, given.agents), daemon=True)
+    server = context.Process(target=gateway, args=(listening, given.agents), daemon=True)
     server.start()
     assert server.pid is not None
     try:
