@@ -56,6 +56,8 @@ def model() -> Iterator[GLM5]:
         for name, parameter in made.named_parameters():
             if name.endswith(("o_proj.weight", "down_proj.weight", "down_proj")):
                 parameter.mul_(0.15)
+            if name.endswith("mlp.gate.weight"):
+                parameter.copy_(parameter.bfloat16())  # as a checkpoint holds it
         made.model.embed_tokens.weight.normal_(generator=torch.Generator("cuda").manual_seed(1))
     yield made
     torch.cuda.empty_cache()
