@@ -15,7 +15,8 @@
 // makes room for the third buffer.
 //
 // Few queries: a cluster of `splits` blocks shares one query, and each block sums its share of the heads over the ranks
-// in a fixed order: no second launch, the same bits on every run. Many queries: a persistent grid whose copies run ahead
+// in a fixed order: no second launch, the same bits on every run. Blocks write what they have of the others' heads into
+// the others' shared memory; of two, each keeps its own heads in registers. Many queries: a persistent grid whose copies run ahead
 // into the next query.
 #include "sparse_mla.cuh"
 
@@ -65,6 +66,14 @@ __device__ __forceinline__ bool barrier_test(uint32_t bar, uint32_t parity) {
         : "r"(bar), "r"(parity)
         : "memory");
     return __shfl_sync(~0u, done, 0);
+}
+
+// 16 bytes into the shared memory of a block of the cluster.
+__device__ __forceinline__ void store_remote(uint32_t addr, uint32_t a, uint32_t b, uint32_t c, uint32_t d) {
+    asm volatile("st.shared::cluster.v4.b32 [%0], {%1, %2, %3, %4};" ::"r"(addr), "r"(a), "r"(b), "r"(c), "r"(d) : "memory");
+}
+__device__ __forceinline__ void store_remote(uint32_t addr, float a, float b) {
+    asm volatile("st.shared::cluster.v2.f32 [%0], {%1, %2};" ::"r"(addr), "f"(a), "f"(b) : "memory");
 }
 
 __device__ __forceinline__ void issue_scores(float (&s)[24], uint32_t q_shared, const uint32_t (&q)[kRegisterSteps * 4],
@@ -118,6 +127,39 @@ __device__ __forceinline__ float exponentials(float (&s)[24], int first, float s
         }
     }
     return total;
+}
+
+// A rank's share of the heads, summed over all ranks in their order, whose results lie in its shared memory:
+// [rank][head of the share][512] and, behind, each one's maximum (log2 units) and sum. For 256 threads, `t` of them.
+template <int kSplits> __device__ __forceinline__ void combine_here(const Params& params, int64_t item, int rank, int t, const uint8_t* in) {
+    constexpr int kShare = (kHeads + kSplits - 1) / kSplits;
+    const float2* stats = reinterpret_cast<const float2*>(in + kSplits * kShare * 1024);
+    for (int unit = t; unit < kShare * 64; unit += 256) {
+        const int local = unit / 64, row = rank * kShare + local, col = unit % 64 * 8;
+        float high = -INFINITY, total = 0.0f, sum[8] = {};
+#pragma unroll
+        for (int r = 0; r < kSplits; ++r) high = fmaxf(high, stats[r * kShare + local].x);
+        const float shift = high == -INFINITY ? 0.0f : high;
+#pragma unroll
+        for (int r = 0; r < kSplits; ++r) {
+            const float2 stat = stats[r * kShare + local];
+            const uint4 part = *reinterpret_cast<const uint4*>(in + (r * kShare + local) * 1024 + col * 2);
+            const float weight = stat.y * exp2f(stat.x - shift);
+            total += weight;
+            const uint32_t words[4] = {part.x, part.y, part.z, part.w};
+#pragma unroll
+            for (int i = 0; i < 4; ++i) {
+                sum[2 * i] = fmaf(weight, __uint_as_float(words[i] << 16), sum[2 * i]);
+                sum[2 * i + 1] = fmaf(weight, __uint_as_float(words[i] & 0xFFFF0000u), sum[2 * i + 1]);
+            }
+        }
+        if (row >= params.heads) continue;
+        const float inv = total == 0.0f ? 0.0f : 1.0f / total;
+        *reinterpret_cast<uint4*>(params.out + (item * params.heads + row) * kValue + col) =
+            make_uint4(pack(sum[0] * inv, sum[1] * inv), pack(sum[2] * inv, sum[3] * inv),
+                       pack(sum[4] * inv, sum[5] * inv), pack(sum[6] * inv, sum[7] * inv));
+        if (col == 0) params.lse[item * params.heads + row] = total == 0.0f ? -INFINITY : (high + log2f(total)) * kLn2;
+    }
 }
 
 template <int kSplits> __global__ void __launch_bounds__(384, 1) sparse_mla_kernel(const __grid_constant__ Params params) {
@@ -180,7 +222,7 @@ template <int kSplits> __global__ void __launch_bounds__(384, 1) sparse_mla_kern
             if (starts >= 0) load_query(starts);
         });
         asm volatile("cp.async.wait_all;" ::: "memory");
-        if (kSplits > 1) {
+        for (int i = 0; i < (kSplits > 1 ? 2 : 0); ++i) {  // before blocks write to others, and after
             cluster_arrive();
             cluster_wait();
         }
@@ -226,6 +268,10 @@ template <int kSplits> __global__ void __launch_bounds__(384, 1) sparse_mla_kern
                 };
                 auto values_of = [&](uint32_t step) {
                     return descriptor(stage_of(step) + half * 4 * kChunkBytes, kChunkBytes, 1024, k128B);
+                };
+                auto release_query = [&]() {  // all own scores are there
+                    if (lane == 0) barrier_arrive(smem_address(&shared.q_empty));
+                    if (kSplits == 2) cluster_arrive();
                 };
                 auto release = [&](uint32_t step) {
                     if (lane == 0) barrier_arrive(smem_address(&shared.empty[(done + step) % kStages]));
@@ -303,37 +349,87 @@ template <int kSplits> __global__ void __launch_bounds__(384, 1) sparse_mla_kern
                     else mma_wait<0>();
                     pin(s);
                     for (; step + 2 < todo; step += 2) own(step, yes, yes);
-                    if (lane == 0) barrier_arrive(smem_address(&shared.q_empty));
+                    release_query();
                     if (step + 1 < todo) own(step, no, yes);
                     else own(step, no, no), taken = false;
                 } else {
-                    if (lane == 0) barrier_arrive(smem_address(&shared.q_empty));
+                    release_query();
                     take(0);
                 }
                 mma_wait<0>();
                 pin(acc);
                 if (taken) release(todo - 1);
                 done += todo;
+            } else if (kSplits == 2) {
+                cluster_arrive();
             }
             float(&sums)[2][kHeads] = shared.sum[round & 1];
             sum0 = reduce_sum(sum0), sum1 = reduce_sum(sum1);
             if (lane % 4 == 0) sums[half][row0] = sum0, sums[half][row1] = sum1;
             named_barrier(1, 256);  // both are done with the ring, too
             sum0 = sums[0][row0] + sums[1][row0], sum1 = sums[0][row1] + sums[1][row1];
-            const int64_t part = static_cast<int64_t>(item) * kSplits + rank;
-            if (half == 0 && lane % 4 == 0) {
-                if (kSplits == 1) {
-                    float* lse = params.lse + static_cast<int64_t>(item) * params.heads;
-                    if (row0 < params.heads) lse[row0] = sum0 == 0.0f ? -INFINITY : (base0 + log2f(sum0)) * kLn2;
-                    if (row1 < params.heads) lse[row1] = sum1 == 0.0f ? -INFINITY : (base1 + log2f(sum1)) * kLn2;
-                } else {
-                    params.stats[part * kHeads + row0] = make_float2(base0, sum0);
-                    params.stats[part * kHeads + row1] = make_float2(base1, sum1);
+            if constexpr (kSplits == 2) {
+                // Each block has the result of half the heads, in the registers of its two warps that have their rows; what
+                // the other block's warps have of them comes into the place of Q, as the threads hold it.
+                const uint32_t place = ((half * 2 + warp % 2) * 32 + lane) * 16, kStride = 128 * 16;
+                const bool mine = warp / 2 == rank;
+                cluster_wait();
+                if (!mine) {
+                    const uint32_t there = map_to_rank(q_shared, rank ^ 1) + place;
+#pragma unroll
+                    for (int i = 0; i < 16; ++i)
+                        store_remote(there + i * kStride, pack(acc[8 * i], acc[8 * i + 1]), pack(acc[8 * i + 2], acc[8 * i + 3]),
+                                     pack(acc[8 * i + 4], acc[8 * i + 5]), pack(acc[8 * i + 6], acc[8 * i + 7]));
+                    store_remote(there + 16 * kStride, __float_as_uint(base0), __float_as_uint(sum0), __float_as_uint(base1),
+                                 __float_as_uint(sum1));
+                }
+                cluster_arrive();
+                cluster_wait();
+                if (!mine) return;
+                const uint8_t* here = shared.q[0] + place;
+                const float4 stat = *reinterpret_cast<const float4*>(here + 16 * kStride);
+                auto merge = [&](float& base, float& sum, float other_base, float other_sum) {
+                    const float high = fmaxf(base, other_base), shift = high == -INFINITY ? 0.0f : high;
+                    const float2 weight = make_float2(exp2f(base - shift), exp2f(other_base - shift));
+                    sum = sum * weight.x + other_sum * weight.y, base = high;
+                    return weight;
+                };
+                const float2 weight0 = merge(base0, sum0, stat.x, stat.y), weight1 = merge(base1, sum1, stat.z, stat.w);
+#pragma unroll
+                for (int i = 0; i < 16; ++i) {
+                    const uint4 x = *reinterpret_cast<const uint4*>(here + i * kStride);
+                    const uint32_t words[4] = {x.x, x.y, x.z, x.w};
+#pragma unroll
+                    for (int j = 0; j < 4; ++j) {
+                        const float2 weight = j % 2 ? weight1 : weight0, other = latent::unpack(words[j]);
+                        acc[8 * i + 2 * j] = acc[8 * i + 2 * j] * weight.x + other.x * weight.y;
+                        acc[8 * i + 2 * j + 1] = acc[8 * i + 2 * j + 1] * weight.x + other.y * weight.y;
+                    }
                 }
             }
+            constexpr bool kWhole = kSplits <= 2;
+            constexpr int kShare = (kHeads + kSplits - 1) / kSplits;
+            uint32_t there0 = 0, there1 = 0;
+            if constexpr (!kWhole) {
+                cluster_arrive();
+                cluster_wait();  // everybody's ring is free
+                const uint32_t ring = smem_address(shared.stage[0]), mine = rank * kShare;
+                const uint32_t to0 = map_to_rank(ring, row0 / kShare), to1 = map_to_rank(ring, row1 / kShare);
+                there0 = to0 + (mine + row0 % kShare) * 1024 + half * 512 + lane % 4 * 16;
+                there1 = to1 + (mine + row1 % kShare) * 1024 + half * 512 + lane % 4 * 16;
+                if (half == 0 && lane % 4 == 0) {
+                    constexpr uint32_t kStats = kSplits * kShare * 1024;
+                    store_remote(to0 + kStats + (mine + row0 % kShare) * 8, base0, sum0);
+                    store_remote(to1 + kStats + (mine + row1 % kShare) * 8, base1, sum1);
+                }
+            }
+            if (kWhole && half == 0 && lane % 4 == 0) {
+                float* lse = params.lse + static_cast<int64_t>(item) * params.heads;
+                if (row0 < params.heads) lse[row0] = sum0 == 0.0f ? -INFINITY : (base0 + log2f(sum0)) * kLn2;
+                if (row1 < params.heads) lse[row1] = sum1 == 0.0f ? -INFINITY : (base1 + log2f(sum1)) * kLn2;
+            }
             const float inv0 = sum0 == 0.0f ? 0.0f : 1.0f / sum0, inv1 = sum1 == 0.0f ? 0.0f : 1.0f / sum1;
-            __nv_bfloat16* out = (kSplits == 1 ? params.out + static_cast<int64_t>(item) * params.heads * kValue
-                                               : params.partial + part * kHeads * kValue) + half * 256 + lane % 4 * 8;
+            __nv_bfloat16* out = params.out + static_cast<int64_t>(item) * params.heads * kValue + half * 256 + lane % 4 * 8;
 #pragma unroll
             for (int j = 0; j < 32; j += 4) {  // 4 groups of 8 columns, of which each lane ends up with one
                 uint32_t upper[4], lower[4];
@@ -343,15 +439,19 @@ template <int kSplits> __global__ void __launch_bounds__(384, 1) sparse_mla_kern
                     lower[i] = pack(acc[4 * (j + i) + 2] * inv1, acc[4 * (j + i) + 3] * inv1);
                 }
                 const uint4 above = transpose4(upper, lane), below = transpose4(lower, lane);
-                if (row0 < params.heads) *reinterpret_cast<uint4*>(out + row0 * kValue + 8 * j) = above;
-                if (row1 < params.heads) *reinterpret_cast<uint4*>(out + row1 * kValue + 8 * j) = below;
+                if (kWhole) {
+                    if (row0 < params.heads) *reinterpret_cast<uint4*>(out + row0 * kValue + 8 * j) = above;
+                    if (row1 < params.heads) *reinterpret_cast<uint4*>(out + row1 * kValue + 8 * j) = below;
+                } else {
+                    store_remote(there0 + 16 * j, above.x, above.y, above.z, above.w);
+                    store_remote(there1 + 16 * j, below.x, below.y, below.z, below.w);
+                }
             }
         }
-        if (kSplits > 1) {  // one query per cluster
-            __threadfence();
+        if (kSplits > 2) {  // one query per cluster
             cluster_arrive();
             cluster_wait();
-            combine<kSplits>(params, first_item, rank, threadIdx.x);
+            combine_here<kSplits>(params, first_item, rank, threadIdx.x, shared.stage[0]);
         }
     }
 }
@@ -367,6 +467,7 @@ extern "C" {
 
 // How many clusters of `splits` blocks this device runs at once; -1 on error.
 int sparse_mla_capacity(int splits) { return capacity<Kernel>(splits); }
+
 
 // Returns a cudaError_t. `splits` as above, or 1; `blocks` is the persistent grid when it is 1.
 int sparse_mla(const Params* params, int splits, int blocks, void* stream) {

@@ -27,7 +27,7 @@ struct Params {  // as `_Params` in sparse_mla.py
     const int64_t* table;      // of pages, [B, P]: slot s is row table[b, s >> page_shift] << page_shift | s & page_mask
     __nv_bfloat16* out;        // [N, H, 512]
     float* lse;                // [N, H]
-    __nv_bfloat16* partial;    // of clusters: [N, splits, 64, 512], each block's own result
+    __nv_bfloat16* partial;    // of clusters over an fp8 cache: [N, splits, 64, 512], each block's own result
     float2* stats;             // and [N, splits, 64], each row's maximum (log2 units) and sum of exp2(s - maximum)
     int queries, heads, keys, queries_per_batch, page_shift, page_mask;
     int64_t q_stride, q_head_stride, kv_batch_stride, kv_stride, table_stride;

@@ -110,7 +110,7 @@ def sparse_mla(
     if splits is None:
         splits = choose_splits(rows, selected_BTK.shape[-1], device, fp8)
     partial, stats = 0, 0
-    if splits > 1:  # each block's own result, and its maxima and sums
+    if fp8 and splits > 1:  # each block's own result, and its maxima and sums
         parts = rows * splits * HEADS
         work = torch.empty(parts * (VALUE * 2 + 8), dtype=torch.uint8, device=q_BTHX.device)
         partial, stats = work.data_ptr(), work.data_ptr() + parts * VALUE * 2

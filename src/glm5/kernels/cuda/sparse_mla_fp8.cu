@@ -344,13 +344,15 @@ template <int kSplits> __global__ void __launch_bounds__(512, 1) sparse_mla_fp8_
                 const int s = it % kStages, buffer = it & 1;
                 const uint32_t rows = smem_address(shared.stage[s]) + from_row;
                 const float* scales = shared.scale[s][half * 2];
-                // Part e of the step: tile e / 2 of 64 columns, 32 positions from e % 2 * 32; as it lies, and its scales.
+                // Part e of the step: 64 columns, tile e % 2 of group e / 4, and 32 positions, from e / 2 % 2 * 32; as it lies,
+                // and its scales, which the next part shares if e is even.
                 uint32_t in[4], scale[4];
                 auto fetch = [&](int e) {
-                    load_transposed(in, rows + e / 4 * kChunkBytes + e % 2 * 4096 + ((e / 2 % 2 * 4 + warp ^ (lane & 7)) << 4));
+                    load_transposed(in, rows + e / 4 * kChunkBytes + e / 2 % 2 * 4096 + ((e % 2 * 4 + warp ^ (lane & 7)) << 4));
+                    if (e % 2) return;
 #pragma unroll
                     for (int j = 0; j < 4; ++j) {
-                        const float2 c = *reinterpret_cast<const float2*>(scales + e / 4 * kKeys + e % 2 * 32 + j * 8 + head);
+                        const float2 c = *reinterpret_cast<const float2*>(scales + e / 4 * kKeys + e / 2 % 2 * 32 + j * 8 + head);
                         scale[j] = pack(c.x * kHalfway, c.y * kHalfway);
                     }
                 };
@@ -385,8 +387,9 @@ template <int kSplits> __global__ void __launch_bounds__(512, 1) sparse_mla_fp8_
                     constexpr int e = decltype(index)::value;
                     if (e > 0) finish(v[e % 2]);
                     mma_fence();
-                    mma_n64<e / 2 * 32>(acc, v[e % 2], advance(p, e % 2 * 512));
-                    mma_n64<e / 2 * 32>(acc, v[e % 2] + 4, advance(p, e % 2 * 512 + 256));
+                    constexpr int first = (e / 4 * 2 + e % 2) * 32;
+                    mma_n64<first>(acc, v[e % 2], advance(p, e / 2 % 2 * 512));
+                    mma_n64<first>(acc, v[e % 2] + 4, advance(p, e / 2 % 2 * 512 + 256));
                     mma_commit();
                     if (e > 0 && e < 7) fetch(e + 1);
                     mma_wait<1>();
