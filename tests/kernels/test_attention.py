@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import dataclass
+from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from glm5.kernels import attention, tiling
@@ -256,26 +259,61 @@ def test_documents_are_separate_rows() -> None:
             torch.testing.assert_close(mine[0], whole[0, begin:end], rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="fused attention of packed documents: no CUDA device")
-@pytest.mark.parametrize("whole", [0, 2])
-@pytest.mark.parametrize(("width", "value"), [(256, 256), (192, 128), (64, 80), (20, 12)])
-def test_documents_by_the_fused_kernel(width: int, value: int, whole: int) -> None:
-    """Half precision on a GPU: documents of many lengths, padding, and ends that see nothing, behind rows of one
-    document; values and gradients."""
-    generator = torch.Generator(device="cuda").manual_seed(0)
-    rows = whole + 2
-    first = torch.zeros(rows, 300, dtype=torch.int64, device="cuda")
+def packed_rows(whole: int, device: str = "cpu") -> Visibility:
+    """Documents of many lengths, padding, and ends that see nothing, behind rows of one document."""
+    first = torch.zeros(whole + 2, 300, dtype=torch.int64, device=device)
     for row, starts in enumerate(([0, 7, 8, 100, 260], [0, 150]), whole):
         for start in starts:
             first[row, start:] = start
     first[-2, 290:], first[-1, 148:150] = 300, 300
-    visible = Visibility.documents(first)
-    q, k, v = (torch.randn(rows, 300, 4, w, generator=generator, device="cuda") for w in (width, width, value))
+    return Visibility.documents(first)
+
+
+def plain_varlen(q: Tensor, k: Tensor, v: Tensor, edges: Tensor, *_: Any, scale: float, window_size: Any) -> Tensor:
+    """What `varlen_attn` computes of sequences end to end, causally; as it, it refuses keys that heads share."""
+    assert q.shape[1] == k.shape[1] == v.shape[1]
+    assert window_size == (-1, 0)
+    parts = []
+    for begin, end in itertools.pairwise(edges.tolist()):
+        causal = torch.ones(end - begin, end - begin, dtype=torch.bool).tril()
+        part = (x[begin:end].transpose(0, 1)[None] for x in (q, k, v))
+        parts.append(F.scaled_dot_product_attention(*part, attn_mask=causal, scale=scale)[0].transpose(0, 1))
+    return torch.cat(parts)
+
+
+@pytest.mark.parametrize("whole", [0, 2])
+@pytest.mark.parametrize("groups", [4, 2, 1])
+def test_documents_of_heads_that_share_keys(groups: int, whole: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The way to the fused kernel, with a stand-in for it: what the plain operator gives, gradients too."""
+    from torch.nn.attention import varlen
+
+    monkeypatch.setattr(varlen, "varlen_attn", plain_varlen)
+    generator, visible = torch.Generator().manual_seed(0), packed_rows(whole)
+    shapes = [(whole + 2, 300, 4, 12), (whole + 2, 300, groups, 12), (whole + 2, 300, groups, 8)]
+    inputs = [torch.randn(s, generator=generator, dtype=torch.float64, requires_grad=True) for s in shapes]
+    grad = torch.randn(*shapes[0][:3], 8, generator=generator, dtype=torch.float64)
+    found = attention._fused_rows(*inputs, visible, SCALE)
+    expected = dense_attention(*inputs, visible, SCALE)
+    torch.testing.assert_close(found, expected)
+    for a, b in zip(*(torch.autograd.grad(x, inputs, grad) for x in (found, expected)), strict=True):
+        torch.testing.assert_close(a, b)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="fused attention of packed documents: no CUDA device")
+@pytest.mark.parametrize("whole", [0, 2])
+@pytest.mark.parametrize("groups", [4, 2])
+@pytest.mark.parametrize(("width", "value"), [(256, 256), (192, 128), (64, 80), (20, 12)])
+def test_documents_by_the_fused_kernel(width: int, value: int, groups: int, whole: int) -> None:
+    """Half precision on a GPU, a key head for each query head or for two; values and gradients."""
+    generator, visible = torch.Generator(device="cuda").manual_seed(0), packed_rows(whole, "cuda")
+    rows, first = whole + 2, visible.first_BT
+    shapes = ((4, width), (groups, width), (groups, value))
+    q, k, v = (torch.randn(rows, 300, *shape, generator=generator, device="cuda") for shape in shapes)
     grad = torch.randn(rows, 300, 4, value, generator=generator, device="cuda").bfloat16()
     half = [x.bfloat16().requires_grad_() for x in (q, k, v)]
     out = dense_attention(*half, visible, SCALE)
-    assert attention._flash_takes(*half)
+    assert attention._flash_takes(half[0], half[2])
     wide = [x.detach().double().requires_grad_() for x in half]
     expected = dense_attention(*wide, visible, SCALE)
     assert bool((out[first > visible.last_BT] == 0).all())

@@ -35,7 +35,7 @@ def dense_attention(q_BTHX: Tensor, k_BSGX: Tensor, v_BSGV: Tensor, visible: Vis
     """
     if visible.offset == 0 and visible.slots == q_BTHX.shape[1] > 1:
         return _fused_causal(q_BTHX, k_BSGX[:, : visible.slots], v_BSGV[:, : visible.slots], scale)
-    if visible.packed and _flash_takes(q_BTHX, k_BSGX, v_BSGV):
+    if visible.packed and _flash_takes(q_BTHX, v_BSGV):
         return _fused_rows(q_BTHX, k_BSGX, v_BSGV, visible, scale)
     return _Attention.apply(q_BTHX, k_BSGX, v_BSGV, visible, None, scale)
 
@@ -93,10 +93,10 @@ def _fused_causal(q_BTHX: Tensor, k_BSGX: Tensor, v_BSGV: Tensor, scale: float) 
     return out.transpose(1, 2)[..., :width_v]
 
 
-def _flash_takes(q_BTHX: Tensor, k_BSGX: Tensor, v_BSGV: Tensor) -> bool:
-    """Whether torch's fused kernel for rows of several documents can run: half precision on CUDA, a key head each."""
+def _flash_takes(q_BTHX: Tensor, v_BSGV: Tensor) -> bool:
+    """Whether torch's fused kernel for rows of several documents can run: half precision on CUDA."""
     half, widest = q_BTHX.dtype in (torch.bfloat16, torch.float16), max(q_BTHX.shape[-1], v_BSGV.shape[-1])
-    return q_BTHX.is_cuda and half and widest <= 256 and k_BSGX.shape[2] == q_BTHX.shape[2]
+    return q_BTHX.is_cuda and half and widest <= 256
 
 
 def _fused_rows(q_BTHX: Tensor, k_BSGX: Tensor, v_BSGV: Tensor, visible: Visibility, scale: float) -> Tensor:
@@ -113,9 +113,11 @@ def _fused_rows(q_BTHX: Tensor, k_BSGX: Tensor, v_BSGV: Tensor, visible: Visibil
 
 
 def _fused_documents(q_BTHX: Tensor, k_BSGX: Tensor, v_BSGV: Tensor, visible: Visibility, scale: float) -> Tensor:
-    """Every document as a sequence of its own; what padding sees is cut off again."""
+    """Every document as a sequence of its own; what padding sees is cut off again. Keys and values that heads share are
+    repeated: not all versions of the kernel take fewer of them than queries have."""
     from torch.nn.attention.varlen import varlen_attn
 
+    k_BSGX, v_BSGV = (_by_head(x, q_BTHX.shape[2]) for x in (k_BSGX, v_BSGV))
     widths = [x.shape[-1] for x in (q_BTHX, k_BSGX, v_BSGV)]
     wide = -(-max(widths) // 8) * 8
     same = min(widths) == wide  # a pad by nothing would be a copy
@@ -128,6 +130,14 @@ def _fused_documents(q_BTHX: Tensor, k_BSGX: Tensor, v_BSGV: Tensor, visible: Vi
     assert isinstance(out, Tensor)  # it is a pair only where asked for more
     out = out.unflatten(0, q_BTHX.shape[:2])[..., : widths[2]]
     return out.masked_fill((visible.first_BT > visible.last_BT)[..., None, None], 0.0) if padded else out
+
+
+def _by_head(x_BSGX: Tensor, heads: int) -> Tensor:
+    """Keys or values of groups of heads, repeated for each head: [B, S, H, X]."""
+    groups = x_BSGX.shape[2]
+    if groups == heads:
+        return x_BSGX
+    return x_BSGX.unsqueeze(3).expand(-1, -1, -1, heads // groups, -1).flatten(2, 3)
 
 
 def _gathered(
