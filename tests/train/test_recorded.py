@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -13,9 +14,12 @@ from glm5.data.corpus import Document
 from glm5.data.loader import TokenDataset
 from glm5.model.config import ModelConfig
 from glm5.model.glm5 import GLM5
+from glm5.train.config import TrainConfig
 from glm5.train.loop import Trainer
 from glm5.train.optim import MuonSplit, parameter_roles
-from glm5.train.recorded import MicroBatches
+from glm5.train.ranks import Ranks
+from glm5.train.recorded import MicroBatches, records
+from glm5.train.recorder import CudaRecorder
 from glm5.train.schedule import BatchWarmup
 from support.training import SEQ_LEN, VOCAB, LetterTokenizer, dataset, same, tensors, trainer
 
@@ -123,6 +127,63 @@ def test_another_batch_size_is_recorded_anew(tmp_path: Path) -> None:
     assert losses(ours, 8) == pytest.approx(losses(plain, 8), rel=1e-5)
     assert recorder.recorded == 2
     assert recorder.replayed > 2
+
+
+def test_a_later_stage_moves_only_what_it_trains(tmp_path: Path) -> None:
+    """Without MTP its block has no gradient: one of zero would still decay its weights."""
+    data, recorder = rows_of_one_document(tmp_path), Again()
+    plain, ours = (trainer(tmp_path, data, micro_batch=2, steps=2, cuda_graphs=graphs) for graphs in (False, True))
+    ours.recorder = recorder
+    ours._set_out()
+    for of in (plain, ours):
+        losses(of, 2)
+        of.go_on(replace(of.config, mtp_depths=0), of.loader, tmp_path / "next")
+        before = {n: p.detach().clone() for n, p in of.model.mtp.named_parameters()}
+        losses(of, 2)
+        assert all(torch.equal(p, before[n]) for n, p in of.model.mtp.named_parameters())
+    assert recorder.replayed > 2
+    for name, expected in tensors(plain).items():
+        torch.testing.assert_close(tensors(ours)[name], expected, rtol=1e-4, atol=1e-5, msg=name)
+    assert ours.recorded is not None
+    ours.go_on(plain.config, ours.loader, tmp_path / "last")
+    assert ours.recorded is None
+
+
+def test_a_steps_rows_are_not_written_over(tmp_path: Path) -> None:
+    """They are looked at once more where a loss is not finite."""
+    ours = trainer(tmp_path, rows_of_one_document(tmp_path), micro_batch=1, steps=6)
+    recorder, rows = recording(ours), ours._rows(0, 4)
+    ours._ahead = (0, 4, rows)
+    before = [t.clone() for r in rows for t in r.tensors]
+    ours.step()
+    assert recorder.replayed == 2
+    assert all(map(torch.equal, before, (t for r in rows for t in r.tensors)))
+
+
+def test_what_is_not_recorded_is_said(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    assert records(TrainConfig(cuda_graphs=True), Ranks())
+    assert not records(TrainConfig(cuda_graphs=True, context_groups=64), Ranks())
+    assert not records(TrainConfig(cuda_graphs=True, stage="warmup"), Ranks())
+    for asked in (False, True):
+        with caplog.at_level(logging.WARNING):
+            of = trainer(tmp_path, rows_of_one_document(tmp_path / str(asked)), cuda_graphs=asked)
+        assert of.recorded is None
+        assert caplog.text.count("no micro-batch of this stage is recorded") == asked
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="recording goes untested here: no CUDA device")
+def test_all_recordings_may_be_given_up() -> None:
+    recorder, x = CudaRecorder(), torch.zeros(4, device="cuda")
+
+    def call() -> None:
+        x.add_(1)
+
+    for recorded in range(3):
+        again = recorder.record(call)
+        again()
+        assert x.tolist() == [2.0 * (recorded + 1)] * 4
+        del again
 
 
 @pytest.mark.gpu

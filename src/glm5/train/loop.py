@@ -8,6 +8,7 @@ Sources: report sections 2.1 to 2.3. Read next: `drive`, `rows`, `optim`, `losse
 
 from __future__ import annotations
 
+import logging
 import math
 import time
 from collections.abc import Callable, Collection
@@ -46,6 +47,8 @@ from glm5.utils.errors import ConfigError, NumericalError
 
 if TYPE_CHECKING:
     from glm5.parallel.pipeline.engine import Pipeline
+
+log = logging.getLogger(__name__)
 
 # Fields that a resumed run may change: they decide how chatty and how safe it is, not what is computed.
 MAY_DIFFER = {"log_every", "save_every", "keep", "profile", "cuda_graphs"}
@@ -95,8 +98,7 @@ class Trainer:
         roles = parameter_roles(self._parts, model.config, split_heads=config.split_heads)
         rate = config.lr.at(0, config.steps)
         self.holdings = self.ranks.holdings([role.parameter for role in roles])
-        graphs = config.cuda_graphs and self.model.device.type == "cuda"
-        self.recorder = CudaRecorder() if graphs else None
+        self.recorder = self._recorder()
         self.optimizer = MuonSplit(
             roles,
             rate,
@@ -137,20 +139,30 @@ class Trainer:
         if self.ranks.world is not None:
             check_batch(config, self.ranks.world.mesh)
         self.config, self.loader, self.directory = config, loader, Path(directory)
+        self.optimizer.zero_grad(set_to_none=True)  # what no longer trains has no gradient
         self._set_out()
 
     def _set_out(self) -> None:
         """What belongs to a stage and its directory."""
         self.meter = Meter(self.config, self.model.config, self.ranks, self.model.device, self._dtype())
         self.profiles = Profiles(self.directory, self.ranks, self.config.profile)
-        recorder = self.recorder if records(self.config, self.ranks) else None
+        self.recorder = self.recorder or self._recorder()
+        recorder = self.recorder if self.config.cuda_graphs and records(self.config, self.ranks) else None
         self.recorded = None if recorder is None else MicroBatches(self.model, recorder)
+        if self.config.cuda_graphs and recorder is None and self.ranks.main:
+            log.warning(
+                "train.cuda_graphs: no micro-batch of this stage is recorded; that takes pre-training on packed rows, "
+                "and GPUs that hold the whole model each"
+            )
         self.store = self.ranks.store(self.directory / "checkpoints", self.config.keep, self.state.places)
         self.finished_steps = 0
         self.samples = 0
         self._ahead: tuple[int, int, list[Rows]] | None = None  # first sample, count, and the rows that were read
         grouped = self.config.context_groups
         self.groups = Groups(grouped, self.loader.dataset, self.cost, self.ranks, self._parts) if grouped else None
+
+    def _recorder(self) -> CudaRecorder | None:
+        return CudaRecorder() if self.config.cuda_graphs and self.model.device.type == "cuda" else None
 
     @property
     def _parts(self) -> Any:

@@ -7,7 +7,8 @@ step. The first micro-batch of each kind runs as it is: it compiles and allocate
 
 Recorded is pre-training on one device, or on several that hold the whole model each: others wait for each other between
 layers. Rows of several documents are of one kind where as many of them are whole and about as many documents lie in the
-others. Read next: `recorder`, `objective`, `loop`.
+others. Rows that are put together anew for each step (`groups`) are not recorded: hardly two of them are of one length.
+Read next: `recorder`, `objective`, `loop`.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ log = logging.getLogger(__name__)
 def records(config: TrainConfig, ranks: Ranks) -> bool:
     """Whether a stage's micro-batches can be recorded."""
     whole = ranks.alone or (ranks.copies and ranks.count("cp") == ranks.count("tp") == ranks.count("ep") == 1)
-    return whole and config.stage == "pretrain"
+    return whole and config.stage == "pretrain" and not config.context_groups
 
 
 class _Recording:
@@ -90,8 +91,9 @@ class MicroBatches:
             known.load(rows, tokens)
             known.again()
         else:
-            known = _Recording(self.model, replace(objective, denominator=tokens), rows, first)
             new = kind not in self._kinds
+            own = rows if new or kind is None else rows.copied()  # what is recorded is written over
+            known = _Recording(self.model, replace(objective, denominator=tokens), own, first)
             if kind is None or kind in self._waiting or (new and len(self._kinds) == MOST_KINDS):
                 known.run()
             elif new:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Hashable
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -30,6 +30,11 @@ class CudaRecorder:
 
     def __init__(self) -> None:
         self._pool = torch.cuda.graph_pool_handle()
+        # A graph of nothing: once all graphs of a pool are given up, torch lets no other be recorded into it.
+        self._keeps_pool = torch.cuda.CUDAGraph()
+        how: dict[str, Any] = dict(pool=self._pool, capture_error_mode="thread_local")
+        with warnings.catch_warnings(record=True), torch.cuda.graph(self._keeps_pool, **how):  # it warns of nothing
+            pass
 
     def waits(self, run: Callable[[], None]) -> bool:
         before = torch.cuda.get_sync_debug_mode()

@@ -90,6 +90,17 @@ class Rows:
         edges = [layout.edges for layout in self.layouts]
         return [self.ids_BS, self.document_BS, self.first_BS, *(t for pair in self.targets for t in pair), *edges]
 
+    def copied(self) -> Rows:
+        """The same, in memory of its own."""
+        return replace(
+            self,
+            ids_BS=self.ids_BS.clone(),
+            document_BS=self.document_BS.clone(),
+            first_BS=self.first_BS.clone(),
+            targets=tuple((target_BT.clone(), weight_BT.clone()) for target_BT, weight_BT in self.targets),
+            layouts=tuple(replace(x, edges=x.edges.clone()) for x in self.layouts),
+        )
+
     @property
     def sequence_BT(self) -> tuple[Tensor, int] | None:
         """As `glm5.model.trace.Aux` takes it."""
