@@ -55,6 +55,7 @@ from glm5.train.prepare import Say
 from glm5.train.ranks import Ranks
 from glm5.train.together import MESH_MAY_DIFFER, ProcessConfig, check_weights, claimed, together
 from glm5.utils.devices import resolve_device
+from glm5.utils.ending import END_S, ended
 from glm5.utils.errors import ConfigError, UserError
 from glm5.utils.files import write_json
 from glm5.utils.http import client
@@ -217,7 +218,7 @@ class Field:
         if self.cluster is not None:
             self.cluster.attach(None)
         try:
-            self.engines.call(self._end())
+            self.engines.end(self._end(), "the orchestrator")
         finally:
             self.engines.__exit__(*error)
 
@@ -266,8 +267,7 @@ class Field:
     async def _end(self) -> None:
         """The orchestrator lets go of what runs, without a word to the ledger."""
         if self._running is not None:
-            self._running.cancel()
-            await asyncio.gather(self._running, return_exceptions=True)
+            await ended({self._running}, "the orchestrator", END_S)
             await self._http.aclose()
 
     async def _snapshot(self) -> dict[str, Any]:

@@ -19,7 +19,7 @@ import shutil
 import threading
 import time
 from collections.abc import Coroutine, Mapping, Sequence
-from concurrent.futures import Future
+from concurrent.futures import Future, wait
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal, TypeVar
@@ -40,6 +40,7 @@ from glm5.serve.gateway.remote import HttpEngine
 from glm5.serve.gateway.router import Router
 from glm5.serve.runner import Runner
 from glm5.text.tokenizer import Tokenizer
+from glm5.utils.ending import bounded, ended
 from glm5.utils.errors import UserError
 from glm5.utils.listening import listen
 
@@ -52,6 +53,9 @@ PROBE_S = 10.0  # in which an engine must answer to take part in a push: it may 
 LOOK_S = 0.02  # how often it is looked whether engines work
 INFO_S = 10.0  # in which an engine must say how it is
 START_S = 300.0  # an engine that is not there after so long will not come
+GRACE_S = 5  # for requests that are under way at the end
+STOP_S = 60.0  # for each that ends
+LAST_S = 600.0  # more than all that is waited for at the end, each for STOP_S at most
 
 
 class Engines:
@@ -128,7 +132,7 @@ class Engines:
 
     def __exit__(self, *_: object) -> None:
         try:
-            self.call(self._stop())
+            self.end(self._stop(), "the engines")
         finally:
             self._end()
 
@@ -138,8 +142,11 @@ class Engines:
 
     def _end(self) -> None:
         self._loop.call_soon_threadsafe(self._loop.stop)
-        self._thread.join()
-        self._loop.close()
+        self._thread.join(STOP_S)
+        if self._thread.is_alive():
+            log.warning("the event loop of the engines did not end in %g s, and is left", STOP_S)
+        else:
+            self._loop.close()
 
     def call(self, work: Coroutine[Any, Any, T]) -> T:
         """Do something in the event loop, and wait for it."""
@@ -148,6 +155,14 @@ class Engines:
     def spawn(self, work: Coroutine[Any, Any, T]) -> Future[T]:
         """Do something in the event loop, meanwhile."""
         return asyncio.run_coroutine_threadsafe(work, self._loop)
+
+    def end(self, work: Coroutine[Any, Any, None], who: str) -> None:
+        """`call` at the end of a run: whoever hangs is named, and left after `LAST_S`."""
+        ending = self.spawn(work)
+        if wait({ending}, LAST_S).done:
+            return ending.result()
+        ending.cancel()
+        log.warning("%s did not end in %g s: something holds the event loop up", who, LAST_S)
 
     async def _start(self) -> None:
         for engine in self._engines.values():
@@ -173,7 +188,7 @@ class Engines:
             UserError: the address cannot be listened on.
         """
         listening = listen(host, port)
-        server = uvicorn.Server(uvicorn.Config(app, log_level="warning", ws="none", timeout_graceful_shutdown=5))
+        server = uvicorn.Server(uvicorn.Config(app, log_level="warning", ws="none", timeout_graceful_shutdown=GRACE_S))
         serving = asyncio.ensure_future(server.serve([listening]))
         while not server.started:
             if serving.done():
@@ -183,17 +198,17 @@ class Engines:
         return f"http://{host}:{listening.getsockname()[1]}"
 
     async def _stop(self) -> None:
-        await self.pool.abort(None)
-        for watching in self._watching:
-            watching.cancel()
+        await bounded(self.pool.abort(None), f"what runs at {', '.join(self._engines)}", STOP_S)
+        await ended(self._watching, "who looks after the engines")
         for server, _ in self._servers:
             server.should_exit = True
-        await asyncio.gather(*(serving for _, serving in self._servers), return_exceptions=True)
+        serving = asyncio.gather(*(serving for _, serving in self._servers), return_exceptions=True)
+        await bounded(serving, "the gateway", STOP_S)
         if self._spread is not None:
-            await self._spread.leave()
-        for engine in self._engines.values():
+            await bounded(self._spread.leave(), "the group that weights are spread over", STOP_S)
+        for name, engine in self._engines.items():
             if isinstance(engine, Runner | HttpEngine):
-                await engine.stop()
+                await bounded(engine.stop(), f"engine {name}", STOP_S)
 
     # ------------------------------------------------------------------ weights
     def push(self, model: GLM5, version: int) -> None:

@@ -127,6 +127,29 @@ def over(count: int) -> Callable[[Desk], Any]:
     return play
 
 
+def test_a_cancellation_that_a_client_missed_does_not_hold_up_the_end(tmp_path: Path) -> None:
+    async def main() -> None:
+        desk, missed, asked = Desk(tmp_path / "t"), asyncio.Event(), asyncio.Event()
+
+        async def miss(request: httpx.Request) -> None:
+            if request.url.path == "/health" and desk.orchestrator._ready.is_set() and not missed.is_set():
+                asked.set()
+                try:
+                    await asyncio.sleep(1e6)
+                except asyncio.CancelledError:
+                    missed.set()  # and the request goes on
+
+        desk.network.before = miss
+        running = asyncio.ensure_future(desk.orchestrator.run())
+        await asked.wait()
+        running.cancel()
+        await asyncio.wait({running}, timeout=100)
+        assert missed.is_set()
+        assert running.cancelled(), "whoever watches the versions does so for ever"
+
+    virtual.run(main())
+
+
 # ------------------------------------------------------------------------------------------------ outcomes, retries
 def test_what_the_policy_had_no_part_in_is_tried_again(tmp_path: Path) -> None:
     def judge(asked: Rollout) -> Result:

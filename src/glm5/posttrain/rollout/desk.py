@@ -26,6 +26,7 @@ from glm5.agents.protocol import Offer, require_key
 from glm5.posttrain.rollout.figures import prometheus, write
 from glm5.posttrain.rollout.orchestrator import Orchestrator
 from glm5.serve.http.guard import Guard
+from glm5.utils.ending import END_S, ended
 from glm5.utils.errors import DataError
 from glm5.utils.runlog import RunLog
 
@@ -101,9 +102,9 @@ async def serve(
         server.should_exit = True
         if writing is not None:
             writing.cancel()
-        running.cancel()
-        await asyncio.gather(running, serving, *([writing] if writing is not None else ()), return_exceptions=True)
-    if not running.cancelled() and (error := running.exception()) is not None:
+        await ended({running}, "the orchestrator", END_S)
+        await asyncio.gather(serving, *([writing] if writing is not None else ()), return_exceptions=True)
+    if running.done() and not running.cancelled() and (error := running.exception()) is not None:
         raise error
     if not serving.cancelled() and (error := serving.exception()) is not None:
         raise error

@@ -34,6 +34,7 @@ from glm5.posttrain.rollout.services import Services
 from glm5.posttrain.rollout.sessions import SessionLost, Sessions
 from glm5.posttrain.rollout.steering import Steering
 from glm5.posttrain.store import Queue, Store
+from glm5.utils.ending import ended
 from glm5.utils.errors import DataError, FileError, UserError
 
 log = logging.getLogger(__name__)
@@ -172,9 +173,7 @@ class Orchestrator:
 
     async def close(self) -> None:
         """End what runs, without a word to the ledger."""
-        for task in self._tasks:
-            task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await ended(self._tasks, "rollouts of the orchestrator")
         await self.sampling.close()
         for hosted in self._hosted:
             await hosted.stop()
