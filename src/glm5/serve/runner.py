@@ -161,7 +161,8 @@ class Runner:
         if self._thread.is_alive():
             self._failure = self._failure or "the server is stopping"
             self._commands.put(None)
-            await asyncio.to_thread(self._thread.join)
+            while self._thread.is_alive():  # and no thread that waits for it, for which the process would wait
+                await asyncio.sleep(0.01)
 
     @property
     def failure(self) -> str | None:
