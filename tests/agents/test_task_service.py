@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 import time
 from collections.abc import Callable
 from typing import Any
@@ -15,7 +16,7 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
 from glm5.agents.protocol import KEY, Offer, Result, Rollout, bearer, require_key
-from glm5.agents.service import Hosted, Policy, TaskService, attend, judged, serve
+from glm5.agents.service import EngineLost, Hosted, Policy, TaskService, attend, judged, serve
 from glm5.utils.errors import DataError, UserError
 from glm5.utils.outcome import Outcome
 
@@ -93,6 +94,42 @@ def test_a_rollout_that_blocks() -> None:
             return judged(float(policy.chat_now(HI)["content"] == "yes"))
 
     assert played(Blocking(), policy_of(said("yes"))[0]).outcome is Outcome.OK
+
+
+def test_a_rollout_that_blocks_does_not_outlive_its_service() -> None:
+    begun, ended, told = threading.Event(), threading.Event(), []
+
+    class Blocking(TaskService):
+        name = "t"
+
+        def rollout(self, asked: Rollout, policy: Policy) -> Result:
+            try:
+                begun.set()
+                policy.chat_now(HI)
+            except EngineLost as error:
+                told.append(str(error))
+                with pytest.raises(EngineLost, match="over"):
+                    policy.chat_now(HI)
+                raise
+            finally:
+                ended.set()
+            raise AssertionError
+
+    async def never(request: httpx.Request) -> httpx.Response:
+        await asyncio.Event().wait()
+        raise AssertionError
+
+    async def main() -> None:
+        hosted = Hosted(Blocking(), httpx.AsyncClient(transport=httpx.MockTransport(never)))
+        await hosted.start()
+        asking = asyncio.ensure_future(hosted.ask(ASKED))
+        await asyncio.to_thread(begun.wait, 60)
+        await hosted.stop()
+        assert asking.cancelled() or asking.done()
+
+    asyncio.run(main())
+    assert ended.wait(60), "its thread waits for an answer that nobody gives"
+    assert told == ["the rollout is over"]
 
 
 def test_a_request_that_failed_is_sent_again_under_its_name(monkeypatch: pytest.MonkeyPatch) -> None:

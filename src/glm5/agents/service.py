@@ -25,10 +25,11 @@ import inspect
 import logging
 import os
 import secrets
+import threading
 from abc import ABC, abstractmethod
 from collections import OrderedDict
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
 from contextlib import asynccontextmanager, suppress
 from typing import Any
 
@@ -43,6 +44,7 @@ from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from glm5.agents.protocol import KEY, Offer, Result, Rollout, bearer, judged, require_key
+from glm5.utils.ending import ended
 from glm5.utils.errors import DataError, UserError
 from glm5.utils.http import client
 from glm5.utils.outcome import Outcome
@@ -74,6 +76,8 @@ class Policy:
         self.base_url, self._http = asked.base_url.rstrip("/"), http
         self._headers = bearer(asked.api_key)
         self._loop = asyncio.get_running_loop()
+        self._lock, self._over = threading.Lock(), False
+        self._waited: set[Future[dict[str, Any]]] = set()  # for by threads
 
     async def chat(self, messages: Sequence[dict[str, Any]], **body: Any) -> dict[str, Any]:
         """The assistant's message, in OpenAI's form, to be put into the history as it is.
@@ -108,8 +112,27 @@ class Policy:
         raise EngineLost(reason)
 
     def chat_now(self, messages: Sequence[dict[str, Any]], **body: Any) -> dict[str, Any]:
-        """`chat` for a rollout that runs in a thread."""
-        return asyncio.run_coroutine_threadsafe(self.chat(messages, **body), self._loop).result()
+        """`chat` for a rollout that runs in a thread. Raises EngineLost, too, once the rollout is over."""
+        with self._lock:
+            if self._over:
+                raise EngineLost("the rollout is over")
+            told = asyncio.run_coroutine_threadsafe(self.chat(messages, **body), self._loop)
+            self._waited.add(told)
+        try:
+            return told.result()
+        except CancelledError:
+            raise EngineLost("the rollout is over") from None
+        finally:
+            self._waited.discard(told)
+
+    def end(self) -> None:
+        """Nobody asks any more: a thread that still waited would wait for ever when the event loop has ended, and the
+        process for it."""
+        with self._lock:
+            self._over = True
+            waited = list(self._waited)
+        for told in waited:
+            told.cancel()
 
 
 class TaskService(ABC):
@@ -178,10 +201,7 @@ class Hosted:
 
     async def stop(self) -> None:
         """End what runs."""
-        runs = [run for _, run in self._runs.values()]
-        for run in runs:
-            run.cancel()
-        await asyncio.gather(*runs, return_exceptions=True)
+        await ended([run for _, run in self._runs.values()], f"rollouts of {self.service.name}")
         self._threads.shutdown(wait=False, cancel_futures=True)
         await self.service.stop()
         if self._http is not None and self._given is None:
@@ -203,7 +223,7 @@ class Hosted:
         try:
             async with asyncio.timeout(asked.time_s) as limit:
                 if self._blocks:
-                    # A thread cannot be ended: at the time limit its result is dropped, and its session with it.
+                    # A thread cannot be ended: at the time limit its result is dropped, and it asks no more.
                     loop = asyncio.get_running_loop()
                     made = await loop.run_in_executor(self._threads, self.service.rollout, asked, policy)
                 else:
@@ -218,6 +238,8 @@ class Hosted:
                 return Result(Outcome.TIMEOUT, detail=f"after {asked.time_s:g} s")
             log.warning("rollout %s crashed", asked.session, exc_info=error)
             return Result(Outcome.ENV_CRASH, detail=f"{type(error).__name__}: {error}")
+        finally:
+            policy.end()
 
     def app(self, key: str | None = None) -> Starlette:
         """The application. Requests must bear `key`, if there is one."""
@@ -230,7 +252,7 @@ class Hosted:
             try:
                 return JSONResponse((await self.ask(asked)).to_json())
             except asyncio.CancelledError:
-                if (found := self._runs.get(asked.session)) is None or found[1].cancelled():
+                if (task := asyncio.current_task()) is None or not task.cancelling():  # it was the rollout's own
                     return JSONResponse({"error": "the rollout was ended"}, 410)
                 raise
 
