@@ -78,7 +78,7 @@ class Job:
 
     def abort_stale(self) -> None:
         """End it: it would be dropped."""
-        if self.limit is not None and not self.stale:
+        if self.limit is not None and not self.limit.expired() and not self.stale:
             self.stale = True
             self.limit.reschedule(asyncio.get_running_loop().time())
 
