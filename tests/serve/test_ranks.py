@@ -19,6 +19,7 @@ from safetensors.torch import save
 
 from glm5.kernels.cpu.build import available
 from glm5.model.generate import generate
+from glm5.model.glm5 import GLM5
 from glm5.model.weights import disk_tensors, load_model, save_model
 from glm5.parallel.inference import Share, check
 from glm5.parallel.mesh import Mesh, World
@@ -28,7 +29,7 @@ from glm5.serve.config import EngineConfig
 from glm5.serve.engine import Engine
 from glm5.serve.fold import Folded
 from glm5.serve.lockstep import RankLost
-from glm5.serve.ranks import Leader, Member
+from glm5.serve.ranks import Leader, LedWeights, Member
 from glm5.serve.request import Request, SamplingParams
 from glm5.serve.split import SplitBatch
 from glm5.utils.errors import ConfigError, UserError
@@ -540,6 +541,22 @@ def test_when_a_rank_dies_the_other_ends_with_an_error(checkpoints: list[str], m
     codes = exit_codes(2, mesh, _dies, checkpoints[0], who, timeout=60)
     assert codes[who] == 9
     assert codes[1 - who] == 3
+
+
+def test_memory_that_others_do_not_release_is_kept() -> None:
+    """Another engine has refused, so that this one's call was not made: its weights are there, and it can go on."""
+
+    class Alone:
+        model, member = GLM5(tiny_config()), None
+
+        def do(self, name: str, **_: Any) -> None:
+            raise UserError("the other ranks were not asked for the same", "Ask all of them")
+
+    weights = LedWeights(Alone())  # type: ignore[arg-type]
+    with pytest.raises(UserError, match="not asked for the same"):
+        weights.release()
+    assert not weights.missing
+    assert not weights.released
 
 
 def test_meshes_that_do_not_fit() -> None:

@@ -516,8 +516,8 @@ class LedWeights(WeightSource):
 
     def release(self) -> None:
         if not self.released:
+            self._leader.do("release_weights", kind=Kind.ALL)  # which other leaders may not want: then all is as before
             self.missing = self._public(self.model.state_dict().keys())
-            self._leader.do("release_weights", kind=Kind.ALL)
             self.released = True
 
     def resume(self) -> None:
