@@ -667,6 +667,9 @@ def test_what_cannot_be_served_is_refused_before_anything_runs(model: GLM5, tmp_
                 await c.fleet.generate(Request([5] * 70, GREEDY, rid="a"))
             await stream.aclose()
             await c.until_clean()
+            await c.fleet.release_memory(("kv_cache",))
+            with pytest.raises(Unavailable, match="the memory of kv_cache is released"):
+                await c.fleet.generate(Request([5], GREEDY))
 
     play(test)
 

@@ -155,12 +155,15 @@ class Fleet:
         return Answers(one.inbox, request.params.n, one.leave)
 
     async def _check(self, request: Request) -> None:
+        why = ""
         for _ in range(TRIES):
             worker = self._decoder(request)
-            with suppress(Unavailable):
+            try:
                 await worker.call("check", request)
                 return
-        raise Unavailable(self.failure or "the decode workers cannot be reached")
+            except Unavailable as error:  # it is gone, or says why it cannot work now
+                why = str(error)
+        raise Unavailable(self.failure or why)
 
     def _decoder(self, request: Request) -> Remote:
         worker = self._pick(self.decode, request)
