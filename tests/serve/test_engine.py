@@ -455,6 +455,8 @@ def test_memory_is_released_and_taken_again(
     engine.resume_memory(("weights",))
     with pytest.raises(Unavailable, match="kv_cache"):
         engine.add(Request(prompts[0], GREEDY))
+    with pytest.raises(UserError, match="weights have not come"):  # and not: resume the pages
+        engine.checksum()
     named = {name: tensor.contiguous() for name, tensor in disk_tensors(agreeable(0))}
     parts = [dict(list(named.items())[i::2]) for i in range(2)]
     engine.update_weights(WeightUpdate("tensor", tensors=(save(parts[0]),)))

@@ -386,8 +386,10 @@ class Engine:
         Raises:
             UserError: there are no weights now.
         """
-        if self._weights.missing:
-            raise UserError(f"no checksum: {self.resting}")
+        missing = len(self._weights.missing)
+        if missing:
+            what = f"no checksum: {missing} weights have not come since their memory was released"
+            raise UserError(what, "Resume it where it is not back (/resume_memory_occupation), and update the weights")
         return self._weights.checksum()
 
     def release_memory(self, tags: tuple[str, ...]) -> None:
