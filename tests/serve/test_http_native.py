@@ -247,6 +247,7 @@ def test_answers_carry_the_version_that_made_them() -> None:
         ("/pause", None, "abort"),
         ("/pause?mode=keep", None, "keep"),
         ("/pause?mode=wait", None, "wait"),
+        ("/pause", {"mode": "keep"}, "keep"),
     ],
 )
 def test_pause_and_go_on(path: str, body: Any, mode: str) -> None:

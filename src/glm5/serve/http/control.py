@@ -161,9 +161,9 @@ def routes(server: Server) -> APIRouter:
         return Json({"status": "ok", "message": "Generation paused."})
 
     @router.post("/pause")
-    async def pause(mode: Literal["abort", "wait", "keep"] = "abort") -> Response:
-        """`/pause_generation` under vLLM's name."""
-        await backend.pause(PAUSES[mode])
+    async def pause(mode: Literal["abort", "wait", "keep"] | None = None, body: PauseBody | None = None) -> Response:
+        """`/pause_generation` under vLLM's name: the mode in the query, as vLLM has it, or in the body."""
+        await backend.pause(PAUSES[mode or (body and body.mode) or "abort"])
         return Json({"status": "paused"})
 
     @router.post("/continue_generation")
