@@ -36,6 +36,7 @@ from glm5.posttrain.rollout.steering import Steering
 from glm5.posttrain.store import Queue, Store
 from glm5.utils.ending import ended
 from glm5.utils.errors import DataError, FileError, UserError
+from glm5.utils.http import client
 
 log = logging.getLogger(__name__)
 P = ParamSpec("P")
@@ -68,9 +69,8 @@ class Orchestrator:
     ) -> None:
         self.store, self.options = store, options or RolloutOptions()
         self.clock = clock or (lambda: asyncio.get_running_loop().time())
-        limits = httpx.Limits(max_connections=None, max_keepalive_connections=self.options.concurrency)
-        self._http, self._given = http or httpx.AsyncClient(timeout=60, limits=limits), http is not None
         o = self.options
+        self._http, self._given = http or client(o.concurrency, timeout=60), http is not None
         self.key = key
         self.services = Services(self._http, self.clock, silent_s=o.silent_s, patience_s=o.patience_s, key=key)
         self.sessions = Sessions(gateway, self._http, sampling=sampling, api_key=api_key)

@@ -21,9 +21,11 @@ from glm5.serve.client import PauseMode, Stats, Unavailable, WeightGroup, Weight
 from glm5.serve.request import Delta, Finish, Request, SamplingParams, TokenInfo
 from glm5.text.tokenizer import Tokenizer
 from glm5.utils.errors import UserError
+from glm5.utils.http import client
 
 SHAPED = {"regex": "regex", "ebnf": "ebnf", "json_schema": "json_schema"}  # forms that the interface has
 DEFAULTS = SamplingParams()
+AT_ONCE = 256  # requests that have a connection kept for them
 CONTROL_S = 360.0  # above `glm5.serve.weights.JOIN_TIMEOUT`: an engine that hangs holds a push no longer
 
 
@@ -44,8 +46,7 @@ class HttpEngine:
         self.weight_version, self.paused = "", False
         self.failure: str | None = None
         headers = {} if api_key is None else {"Authorization": f"Bearer {api_key}"}
-        limits = httpx.Limits(max_connections=None, max_keepalive_connections=64)
-        self._client = partial(httpx.AsyncClient, headers=headers, timeout=timeout_s, limits=limits)
+        self._client = partial(client, AT_ONCE, headers=headers, timeout=timeout_s)
         self._http = self._client(base_url=url)
         self._asked: set[asyncio.Future[httpx.Response]] = set()
 
