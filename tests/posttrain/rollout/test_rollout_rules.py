@@ -150,6 +150,26 @@ def test_a_cancellation_that_a_client_missed_does_not_hold_up_the_end(tmp_path: 
     virtual.run(main())
 
 
+def test_a_rollout_whose_time_is_up_is_not_ended_for_staleness_too() -> None:
+    async def main() -> None:
+        job, loop, told = Job("t-0-0", "t", 0, 0), asyncio.get_running_loop(), []
+
+        def stale() -> None:  # in the moment in which the time is up, before the rollout hears of it
+            assert job.limit is not None
+            told.append(job.limit.expired())
+            job.abort_stale()
+
+        loop.set_exception_handler(lambda _, context: told.append(context["exception"]))
+        with suppress(TimeoutError):
+            async with asyncio.timeout(0) as job.limit:
+                loop.call_soon(stale)
+                await asyncio.Event().wait()
+        assert told == [True]
+        assert not job.stale
+
+    asyncio.run(main())
+
+
 # ------------------------------------------------------------------------------------------------ outcomes, retries
 def test_what_the_policy_had_no_part_in_is_tried_again(tmp_path: Path) -> None:
     def judge(asked: Rollout) -> Result:
