@@ -43,7 +43,7 @@ def _data(directory: Path) -> TokenDataset:
 
 def _trainer(world: World | None, directory: str | Path, run: str, **changes: Any) -> Trainer:
     """As `make`, on whole documents."""
-    return make(world, directory, run, seq_len=LONGEST, strategy="whole", rows=ROWS, **changes)
+    return make(world, directory, run, **{"seq_len": LONGEST, "strategy": "whole", "rows": ROWS, **changes})
 
 
 @pytest.fixture(scope="module")
@@ -91,18 +91,22 @@ def _compare(
     return wrong, said, sizes
 
 
-@pytest.mark.parametrize(("mesh", "stages"), [("dp=4,ep=2,shard=2", tuple(STAGES)), ("dp=2,tp=2", ("sparse",))])
-def test_one_step_equals_one_process(mesh: str, stages: Sequence[str], expected: Path) -> None:
-    results = run_ranks(Mesh.parse(mesh).size, mesh, _compare, str(expected), stages, timeout=400)
+def _right(results: Sequence[tuple[list[str], dict[str, Any], list[int]]]) -> dict[str, Any]:
+    """What all ranks say, none of whom found anything wrong."""
     for rank, (wrong, _, _) in enumerate(results):
         assert not wrong, f"rank {rank}: {wrong[:8]}"
     said = results[0][1]
     assert all(other == said for _, other, _ in results)
     assert 1.0 <= said["imbalance"] <= said["imbalance_uniform"]
-    if mesh.startswith("dp=4"):
-        assert set(said["context_groups"]) == {"1", "2", "4"}
-        assert said["imbalance"] < 0.95 * said["imbalance_uniform"]
-        assert any(0 in sizes for *_, sizes in results)  # a rank that rests runs padding
+    return said
+
+
+def test_one_step_equals_one_process(expected: Path) -> None:
+    results = run_ranks(4, "dp=4,ep=2,shard=2", _compare, str(expected), timeout=400)
+    said = _right(results)
+    assert set(said["context_groups"]) == {"1", "2", "4"}
+    assert said["imbalance"] < 0.95 * said["imbalance_uniform"]
+    assert any(0 in sizes for *_, sizes in results)  # a rank that rests runs padding
 
 
 def test_one_process_packs_them_for_itself(expected: Path) -> None:
@@ -113,24 +117,28 @@ def test_one_process_packs_them_for_itself(expected: Path) -> None:
     assert said["context_steps"] < ROWS
 
 
-def _goes_on(world: World, directory: str) -> tuple[list[float], list[float]]:
-    """Losses of two steps, of a run that goes on to them from its checkpoint and of one that never stopped."""
-    options: dict[str, Any] = dict(context_groups=HELD // world.size, micro_batch=1)
-    whole = _trainer(world, directory, f"cut-{world.size}", **options)
-    for _ in range(2):
-        whole.step()
+def _goes_on(world: World, directory: str) -> tuple[float, float]:
+    """Loss of a step, of a run that goes on to it from its checkpoint and of one that never stopped."""
+    options: dict[str, Any] = dict(context_groups=HELD // world.count("dp"), micro_batch=1, rows=4)
+    whole = _trainer(world, directory, "cut", **options)
+    whole.step()
     whole.save()
     whole.store.wait()
-    again = _trainer(world, directory, f"cut-{world.size}", **options)
+    again = _trainer(world, directory, "cut", **options)
     again.resume()
-    assert again.finished_steps == 2
-    a, b = ([of.step()["loss"] for _ in range(2)] for of in (again, whole))
-    return a, b
+    assert again.finished_steps == 1
+    return again.step()["loss"], whole.step()["loss"]
 
 
-def test_a_resumed_run_makes_the_same_groups(expected: Path) -> None:
-    for a, b in run_ranks(2, "dp=2", _goes_on, str(expected), timeout=400):
-        assert a == b
+def _compare_and_go_on(world: World, directory: str) -> tuple[Any, tuple[float, float]]:
+    return _compare(world, directory, ("sparse",)), _goes_on(world, directory)
+
+
+def test_beside_tensor_parallel_ranks_and_a_resumed_run(expected: Path) -> None:
+    compared, gone_on = zip(*run_ranks(4, "dp=2,tp=2", _compare_and_go_on, str(expected), timeout=400), strict=True)
+    _right(compared)
+    for again, whole in gone_on:
+        assert again == whole
 
 
 def test_rows_of_whole_documents(expected: Path) -> None:
