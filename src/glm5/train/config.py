@@ -67,7 +67,8 @@ class TrainConfig:
     precision: Literal["auto", "fp32", "bf16"] = "auto"
     """Of weights and activations; bf16 keeps fp32 master weights. auto: bf16 on a GPU, fp32 on a CPU."""
     cuda_graphs: bool = False
-    """Record micro-batches as CUDA graphs and replay them, in pre-training on GPUs that hold the whole model each."""
+    """Record micro-batches as CUDA graphs and replay them, in pre-training on packed rows, on GPUs that hold the whole
+    model each."""
     seed: int = 0
     """Of the data order and of all random generators (initial weights have their own)."""
     log_every: int = 1
