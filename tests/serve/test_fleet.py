@@ -591,6 +591,33 @@ def test_a_worker_with_other_weights_waits_for_an_update(
     play(test)
 
 
+@pytest.mark.parametrize("roles", [("prefill", "decode"), ("decode", "prefill")])
+def test_after_all_were_lost_new_workers_are_taken_as_they_come(
+    roles: tuple[str, str], model: GLM5, tmp_path: Path
+) -> None:
+    """They have the checkpoint's weights, and not those that the lost ones were given."""
+    save_model(model, tmp_path / "same")
+
+    async def test() -> None:
+        own = {i: agreeable(0, vocab_size=chat_tokenizer().vocab_size).eval() for i in range(2)}
+        async with cluster(model, tmp_path, "pd", models=own) as c:
+            await c.fleet.update_weights(WeightUpdate("disk", path=str(tmp_path / "same"), weight_version="2"))
+            for worker in list(c.workers):
+                await worker.kill()
+            while any(w.lost is None for w in (*c.fleet.prefill, *c.fleet.decode)):
+                await asyncio.sleep(0.005)
+            for role in roles:
+                new = Worker(model, SMALL, role, f"new-{role}", tmp_path, False)
+                c.workers.append(new)
+                await new.start()
+                while c.fleet.failure is not None if role == "decode" else len(c.fleet.prefill) < 2:
+                    await asyncio.sleep(0.005)
+            [answer] = await c.answer(Request([7] * 80, GREEDY))
+            assert (len(answer.ids), answer.weight_version) == (NEW, "0")
+
+    play(test)
+
+
 def test_a_fault_of_a_worker_is_told_and_not_waited_for(model: GLM5, tmp_path: Path) -> None:
     async def test() -> None:
         async with cluster(model, tmp_path, "pd") as c:

@@ -71,7 +71,9 @@ class Fleet:
         hello, others = worker.hello, [*self.prefill, *self.decode]
         if others and (hello.context, hello.vocab_size) != (self.context, self.vocab_size):
             raise UserError(f"worker {hello.name}: another model or context", "Start all workers alike")
-        if self._ready(others) and hello.weight_version != self.weight_version:
+        if not self._ready(others):  # whoever comes to nobody says what runs
+            self._version = hello.weight_version
+        elif hello.weight_version != self.weight_version:
             log.warning("%s has weights %s, not %s: update them", hello.name, hello.weight_version, self.weight_version)
             self._stale.add(worker)
         self.context, self.vocab_size = hello.context, hello.vocab_size
@@ -168,7 +170,7 @@ class Fleet:
     def _decoder(self, request: Request) -> Remote:
         worker = self._pick(self.decode, request)
         if worker is None:
-            raise Unavailable(self.failure or "the decode workers have other weights than the prefill workers")
+            raise Unavailable(self.failure or f"the decode workers have not weights {self.weight_version}. Update them")
         return worker
 
     async def _drive(self, one: _Open) -> None:
