@@ -1,4 +1,5 @@
-"""A run's end waits for nobody for ever: neither for open connections nor for an engine that hangs."""
+"""A run's end waits for nobody for ever: neither for open connections nor for an engine that hangs. Who waits for the
+event loop meanwhile says that they live."""
 
 from __future__ import annotations
 
@@ -68,3 +69,15 @@ def test_who_holds_the_event_loop_up_is_named(
     engines._thread.join(120)
     assert "the engines did not end in 0.1 s: something holds the event loop up" in caplog.text
     assert "the event loop of the engines did not end in 0.1 s, and is left" in caplog.text
+
+
+def test_whoever_waits_for_the_event_loop_beats(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "BEAT_S", 0.01)
+    beaten = threading.Event()
+
+    async def long() -> bool:
+        return await asyncio.to_thread(beaten.wait, 60)
+
+    with Engines({"one": Scripted()}) as engines:
+        engines.beat = beaten.set
+        assert engines.call(long())

@@ -75,6 +75,12 @@ def test_engines_tell_what_the_model_gives(tmp_path: Path) -> None:
     with server(given.paths["b"]) as (url, _):
         mixed = replace(given, teachers=(given.teachers[0], f"b={url}"), teacher_engines=True)
         found, learner, _ = taught(mixed, tmp_path, top=5)
+        beaten = []
+        for name, teacher in learner.teachers.items():
+            assert isinstance(teacher, EngineTeacher | ServedTeacher)
+            teacher.beat = lambda name=name: beaten.append(name)  # type: ignore[misc]
+            teacher.tell([[5, 6, 7]], 0)
+    assert set(beaten) == {"a", "b"}, "each says that it gets on"
     assert isinstance(learner.teachers["a"], EngineTeacher)
     assert isinstance(learner.teachers["b"], ServedTeacher)
     torch.testing.assert_close(found.advantages_BT, expected.advantages_BT, rtol=0, atol=1e-4)

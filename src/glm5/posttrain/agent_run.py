@@ -358,7 +358,9 @@ def agent(
         model = load_model(config.checkpoint, device=device, dtype="float32")
         check_weights(model, world)
         of = ranks.on_main(lambda: held.enter_context(_field(config, model, tokenizer, shape, hosted, say)))
-        store = None if of is None else of.store
+        store = None
+        if of is not None:
+            store, of.engines.beat = of.store, ranks.beat  # rollouts that are measured, and pushes, may take long
         vocab = min(shape.vocab_size, tokenizer.vocab_size)
         digest = hashlib.sha256(json.dumps(sorted(config.tasks)).encode()).hexdigest()
         learner = AgentLearner(config.learn, config.intake, model, config.loss, run, digest, vocab, store, of, ranks)

@@ -271,6 +271,8 @@ def distill(config: DistillConfig, say: Say = print) -> Distilled:
             refuse_long(config, teachers, rollouts.refuse_long(prompts.train))
             ranks.on_main(lambda: keep_teachers(config, teachers))
             for domain, teacher in teachers.items():
+                if not isinstance(teacher, GLM5):
+                    teacher.beat = ranks.beat
                 if isinstance(teacher, ServedTeacher) and not teacher.identity["weights"]:
                     say(f"teacher   {domain}: its server has no checksums, so it is known by name and version only")
             learner = Distiller(config.learn, model, config.loss, rollouts, Path(config.run), digest(prompts.train))

@@ -18,7 +18,7 @@ import logging
 import shutil
 import threading
 import time
-from collections.abc import Coroutine, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from concurrent.futures import Future, wait
 from dataclasses import replace
 from pathlib import Path
@@ -50,6 +50,7 @@ T = TypeVar("T")
 InFlight = Literal["renew", "keep"]
 NAME = "policy"  # what agents call the model
 PROBE_S = 10.0  # in which an engine must answer to take part in a push: it may be in a long step
+BEAT_S = 1.0  # while somebody waits for the event loop
 LOOK_S = 0.02  # how often it is looked whether engines work
 INFO_S = 10.0  # in which an engine must say how it is
 START_S = 300.0  # an engine that is not there after so long will not come
@@ -96,6 +97,7 @@ class Engines:
         self._watching: list[asyncio.Task[None]] = []
         self.url = ""
         self.seconds = 0.0
+        self.beat: Callable[[], None] = lambda: None
 
     # ------------------------------------------------------------------ which
     @classmethod
@@ -149,8 +151,11 @@ class Engines:
             self._loop.close()
 
     def call(self, work: Coroutine[Any, Any, T]) -> T:
-        """Do something in the event loop, and wait for it."""
-        return self.spawn(work).result()
+        """Do something in the event loop, and wait for it; whoever may take us for dead hears a `beat` meanwhile."""
+        waited = self.spawn(work)
+        while not wait({waited}, BEAT_S).done:
+            self.beat()
+        return waited.result()
 
     def spawn(self, work: Coroutine[Any, Any, T]) -> Future[T]:
         """Do something in the event loop, meanwhile."""

@@ -17,7 +17,7 @@ import os
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
@@ -61,9 +61,11 @@ class Teacher(Protocol):
 
     Attributes:
         context: a text must have fewer ids; None where that is not known.
+        beat: called again and again while it tells.
     """
 
     context: int | None
+    beat: Callable[[], None]
 
     def tell(self, texts: Sequence[Sequence[int]], top: int) -> list[Told]:
         """Of each text, which has at least two ids. top: how many of the likeliest ids.
@@ -80,6 +82,7 @@ class EngineTeacher:
     def __init__(self, model: GLM5, tokenizer: Tokenizer, memory_gib: float) -> None:
         self.engine = Engine(model.eval(), EngineConfig(memory_gib=memory_gib, overlap=False), tokenizer)
         self.context: int | None = self.engine.context
+        self.beat: Callable[[], None] = lambda: None
 
     def tell(self, texts: Sequence[Sequence[int]], top: int) -> list[Told]:
         params = SamplingParams(max_new_tokens=1, temperature=0.0, prompt_logprobs=top)
@@ -87,6 +90,7 @@ class EngineTeacher:
             self.engine.add(Request(ids, params, rid=str(number)))
         found: dict[int, Told] = {}
         while self.engine.has_work:
+            self.beat()
             for delta in self.engine.step():
                 if delta.prompt_info:
                     known = [info for info in delta.prompt_info if info is not None]
@@ -118,6 +122,7 @@ class ServedTeacher:
         self.version: str | None = None  # of the weights, once it is known
         self.context: int | None = None  # likewise, if the server tells
         self.identity: dict[str, str] = {}  # likewise, see `check`
+        self.beat: Callable[[], None] = lambda: None
 
     def check(self, tokenizer: Tokenizer) -> dict[str, str]:
         """Who it is: the `model`'s name, the `version` of its weights, and a checksum of all `weights`, empty where the
@@ -186,6 +191,7 @@ class ServedTeacher:
         was_gone = False
         headers = {"Content-Type": "application/json", **({"Authorization": f"Bearer {key}"} if key else {})}
         for attempt in range(self.tries):
+            self.beat()
             request = urllib.request.Request(self.url + path, data, headers)  # noqa: S310 (http or https, checked above)
             try:
                 with urllib.request.urlopen(request, timeout=self.timeout_s) as answer:  # noqa: S310
