@@ -118,6 +118,19 @@ def test_control_and_what_is_not_there(live: tuple[str, Scripted]) -> None:
     asyncio.run(go())
 
 
+@pytest.mark.parametrize("told", ['{"version": "1"}', "[]", "fine"])
+def test_an_engine_that_does_not_tell_its_version_is_none(told: str) -> None:
+    async def go() -> None:
+        engine = engine_at("http://x")
+        answers = httpx.MockTransport(lambda request: httpx.Response(200, text=told))
+        engine._http = httpx.AsyncClient(transport=answers, base_url="http://x")
+        assert not await engine.probe(5.0)
+        with pytest.raises(Unavailable, match="does not tell the version"):
+            await engine.update_weights(WeightUpdate("disk", path="x"))
+
+    asyncio.run(go())
+
+
 def test_versions_and_what_an_engine_must_tell() -> None:
     engine = HttpEngine("http://x", T, "m", 100)
     meta = {

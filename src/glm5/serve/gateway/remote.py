@@ -170,7 +170,10 @@ class HttpEngine:
         return True
 
     async def _hear_version(self, **about: Any) -> None:
-        self.weight_version = str((await self._call("/get_weight_version", method="GET", **about))["weight_version"])
+        told = await self._call("/get_weight_version", method="GET", **about)
+        if not isinstance(told, dict) or "weight_version" not in told:
+            raise Unavailable(f"engine {self.url} does not tell the version of its weights: {str(told)[:200]}")
+        self.weight_version = str(told["weight_version"])
 
     def stats(self) -> Stats:
         """Nothing: ask the engine itself."""
