@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -146,22 +147,30 @@ class TokenDataset:
         Raises:
             IndexError: there is no such row.
         """
-        plan, seq_len = self._plan, self.seq_len
-        shape = (len(rows), seq_len + self.ahead)
+        shape = (len(rows), self.seq_len + self.ahead)
         ids_BS = np.full(shape, self.store.end_of_text_id, dtype=np.int64)
         document_BS = np.full(shape, -1, dtype=np.int32)
         loss_BS = np.zeros(shape, dtype=bool)
         for n, row in enumerate(rows):
-            if not 0 <= row < self.rows:
-                raise IndexError(f"row {row} of {self.rows}")
             slot = 0
-            for piece in range(plan.row_starts[row], plan.row_starts[row + 1]):
-                document, start, count = int(plan.document[piece]), int(plan.start[piece]), int(plan.slots[piece])
-                here = slice(slot, slot + count)
-                ids_BS[n, here] = self.store.read(document, start, count)
-                document_BS[n, here] = document
-                loss_BS[n, here] = self.store.learned(document, start, count)
-                slot += count
+            for document, ids, learned in self._pieces(int(row)):
+                here = slice(slot, slot + len(ids))
+                ids_BS[n, here], document_BS[n, here], loss_BS[n, here] = ids, document, learned
+                slot += len(ids)
+        return self._batch(ids_BS, document_BS, loss_BS, self.seq_len)
+
+    def _pieces(self, row: int) -> Iterator[tuple[int, NDArray[Any], NDArray[np.bool_]]]:
+        """Document, ids, and what may be a target, of each piece of a row."""
+        if not 0 <= row < self.rows:
+            raise IndexError(f"row {row} of {self.rows}")
+        plan = self._plan
+        for piece in range(plan.row_starts[row], plan.row_starts[row + 1]):
+            place = int(plan.document[piece]), int(plan.start[piece]), int(plan.slots[piece])
+            yield place[0], self.store.read(*place), self.store.learned(*place)
+
+    def _batch(
+        self, ids_BS: NDArray[np.int64], document_BS: NDArray[np.int32], loss_BS: NDArray[np.bool_], seq_len: int
+    ) -> Batch:
         first_BT, position_BT = first_and_positions(document_BS[:, :seq_len])
         target_BT, weight_BT = targets_at_depth(ids_BS, document_BS, loss_BS, 1, seq_len)
         num_bytes_BT = np.where(weight_BT > 0, self.store.token_bytes[target_BT], 0).astype(np.int32)
@@ -197,17 +206,13 @@ class TokenDataset:
         shape = (1, seq_len + self.ahead)
         ids_BS = np.full(shape, self.store.end_of_text_id, dtype=np.int64)
         document_BS, loss_BS = np.full(shape, -1, dtype=np.int32), np.zeros(shape, dtype=bool)
-        num_bytes_BT = np.zeros((1, seq_len), dtype=np.int32)
         at = 0
         for number, row in enumerate(rows):
-            one = self.batch([int(row)])
-            here = slice(at, at + int((one.document_BS[0] >= 0).sum()))
-            n = here.stop - at
-            ids_BS[0, here], loss_BS[0, here] = one.ids_BS[0, :n], one.loss_BS[0, :n]
-            document_BS[0, here], num_bytes_BT[0, here] = number, one.num_bytes_BT[0, :n]
+            ((_, ids, learned),) = self._pieces(int(row))
+            here = slice(at, at + len(ids))
+            ids_BS[0, here], document_BS[0, here], loss_BS[0, here] = ids, number, learned
             at = here.stop
-        first_BT, position_BT = first_and_positions(document_BS[:, :seq_len])
-        return Batch(ids_BS, document_BS, loss_BS, first_BT, position_BT, num_bytes_BT)
+        return self._batch(ids_BS, document_BS, loss_BS, seq_len)
 
     def batches(self, count: int, max_rows: int | None = None) -> Iterator[Batch]:
         """For evaluation: all rows once, or the first `max_rows`, in order, `count` at a time (or what is left)."""

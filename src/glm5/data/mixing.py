@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
 from functools import lru_cache
 from typing import Any, TypeVar
@@ -146,6 +146,12 @@ class MixedDataset(TaskDataset):
         order = np.argsort(np.concatenate([places for places, _ in parts]))
         together = (np.concatenate([getattr(b, f.name) for _, b in parts])[order] for f in fields(Batch))
         return Batch(*together)
+
+    def _pieces(self, row: int) -> Iterator[tuple[int, NDArray[Any], NDArray[np.bool_]]]:
+        for name, (first, last) in self.task_rows.items():
+            if first <= row < last:
+                return self.sources[name]._pieces(row - first)
+        raise IndexError(f"row {row} of {self.rows}")
 
     def work(self, rows: Sequence[int] | NDArray[np.int64], model: CostModel) -> NDArray[np.float64]:
         """As `TokenDataset.work`."""
