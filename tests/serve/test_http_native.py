@@ -89,6 +89,21 @@ def test_answer_that_ends_inside_a_character() -> None:
     assert generate(client)["text"] == "a\ufffd"
 
 
+@pytest.mark.parametrize(
+    ("body", "param"),
+    [
+        ({"input_ids": [5], "sampling_params": {"temperature": -1}}, "sampling_params.temperature"),
+        ({"input_ids": [5], "sampling_params": {"max_token": 1}}, "sampling_params.max_token"),
+        ({"input_ids": [5, "6"]}, "input_ids.1"),
+        ({"text": 5}, "text"),
+    ],
+)
+def test_a_fault_is_named_as_the_client_wrote_it(body: dict[str, Any], param: str) -> None:
+    """And not by the classes that say which forms a field may have."""
+    answer = client_of()[0].post("/generate", json=body)
+    assert (answer.status_code, answer.json()["error"]["param"]) == (400, param)
+
+
 def test_kept_sets_as_ragged_lists() -> None:
     client, _ = client_of()
     sampling = {**SAMPLING, "top_p": 0.9, "custom_params": {"return_top_p_token_ids": True}}

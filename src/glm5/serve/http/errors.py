@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import logging
+import re
 from typing import Any
 
 from fastapi import FastAPI, Request
@@ -146,16 +147,23 @@ def install(app: FastAPI) -> None:
 def _of_validation(error: RequestValidationError) -> ApiError:
     """The first thing that is wrong with a body, by its path, without repeating the client's values."""
     first = error.errors()[0]
-    # `body` comes first; of unions, pydantic also names the branch, which says nothing to the client.
-    where = ".".join(str(part) for part in first["loc"][1:] if isinstance(part, int) or str(part).isidentifier())
+    _, *path = first["loc"]  # `body`
+    where = ".".join(_fields(path))
     reason = first["msg"].removeprefix("Value error, ")
     if first["type"] == "json_invalid":
         return ApiError(400, f"the body is not JSON: {first.get('ctx', {}).get('error', reason)}")
     if first["type"] == "extra_forbidden":
-        name = ".".join(str(part) for part in first["loc"][1:])[:200]
+        name = ".".join([*_fields(path[:-1]), str(path[-1])])[:200]
         return ApiError(
             400, f"{name}: this interface has no such field. Leave it out", param=name, code="unknown_field"
         )
     if not where:
         return ApiError(400, f"the body must be a JSON object, sent as application/json: {reason}")
     return ApiError(400, f"{where}: {reason}", param=where)
+
+
+def _fields(path: list[str | int]) -> list[str]:
+    """The path's fields and places, without the classes and types of which a union has a choice: pydantic names the
+    branch, too, which says nothing to the client."""
+    named = [str(part) for part in path if isinstance(part, int) or re.fullmatch(r"[a-z]\w*", part)]
+    return [part for part in named if part not in ("str", "int", "float", "bool", "list", "dict")]
