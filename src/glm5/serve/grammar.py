@@ -238,4 +238,5 @@ def _literal(text: str) -> str:
 
 
 def _first_line(text: str) -> str:
-    return text.split("\n<state>")[0].strip().replace("\n", " ")[:300]
+    said = text.split("\n<state>")[0].replace("<non-verbose/>", "").strip().replace("\n", " ")[:300]
+    return "no text fits it" if said == "NoExtensionBias" else said
