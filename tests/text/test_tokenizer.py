@@ -289,6 +289,10 @@ def test_unusable_files_are_named(tmp_path: Path, tokenizer: Tokenizer) -> None:
         load_tokenizer(tmp_path / "tokenizer.json")
     with pytest.raises(FileError, match="no such file"):
         load_tokenizer(tmp_path)  # an empty directory
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "tokenizer.json").write_text("{}")
+    with pytest.raises(DataError, match="is a run, not a model"):
+        load_tokenizer(tmp_path)
     tokenizer.save(tmp_path)
     whole = (tmp_path / "tokenizer.json").read_bytes()
     for damage in (b"", whole[: len(whole) // 2], b"\xff\xfe", b"{}", b"[]"):

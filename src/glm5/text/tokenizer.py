@@ -266,9 +266,11 @@ def load_tokenizer(path: str | os.PathLike[str]) -> Tokenizer:
 
     Raises:
         FileError: the file cannot be read.
-        DataError: it is damaged, or not byte-level BPE.
+        DataError: it is damaged, or not byte-level BPE, or the path is a run.
     """
     file = Path(path)
+    if not (file / "tokenizer.json").exists() and (file / "model" / "tokenizer.json").is_file():
+        raise DataError(f"{path} is a run, not a model", f"Give its model, {file / 'model'}")
     file = file / "tokenizer.json" if file.is_dir() else file
     with file_errors(file, "read the tokenizer"):
         data = file.read_bytes()
