@@ -6,6 +6,7 @@ import asyncio
 import threading
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any
 
 import httpx
@@ -15,10 +16,12 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
+from glm5.agents import service
 from glm5.agents.protocol import KEY, Offer, Result, Rollout, bearer, require_key
 from glm5.agents.service import EngineLost, Hosted, Policy, TaskService, attend, judged, serve
 from glm5.utils.errors import DataError, UserError
 from glm5.utils.outcome import Outcome
+from support.listening import listening
 
 ASKED = Rollout("t-0-0", "t-0", "t", 0, 0, 0, 5, "t-0-0:1", "http://gateway/sessions/t-0-0:1/v1", 30.0)
 HI = [{"role": "user", "content": "hi"}]
@@ -257,6 +260,43 @@ def test_a_service_whose_key_the_orchestrator_does_not_take_ends() -> None:
         assert KEY in told.value.mend
 
     asyncio.run(main())
+
+
+def test_a_service_that_ends_does_not_wait_for_a_rollout_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(service, "GRACE_S", 1)
+    ready, begun, told = threading.Event(), threading.Event(), []
+    at: list[str] = []
+
+    async def hang(asked: Rollout, policy: Policy) -> Result:
+        begun.set()
+        await asyncio.Event().wait()
+        raise AssertionError
+
+    async def offer(request: Request) -> Response:
+        return JSONResponse({"beat_s": 0.01}) if not begun.is_set() else JSONResponse({"error": "go"}, 400)
+
+    def run(orchestrator: str) -> None:
+        try:
+            serve(Made(hang), orchestrator, ready=lambda url: (at.append(url), ready.set()))
+        except UserError as error:
+            told.append(error)
+
+    app = Starlette(routes=[Route("/services", offer, methods=["POST"])])
+    with listening(app) as orchestrator:
+        serving = threading.Thread(target=run, args=(orchestrator,), daemon=True)
+        serving.start()
+        assert ready.wait(60)
+
+        def ask() -> None:
+            with suppress(httpx.HTTPError):
+                httpx.post(f"{at[0]}/rollouts", json=ASKED.to_json(), timeout=120)
+
+        asking = threading.Thread(target=ask, daemon=True)
+        asking.start()
+        serving.join(120)
+        assert not serving.is_alive(), "it waits for the rollout"
+        asking.join(120)
+        assert "refuses" in str(told[0])
 
 
 @pytest.mark.parametrize("host", ["0.0.0.0", "10.0.0.7", "::", "node7", ""])  # noqa: S104

@@ -54,6 +54,7 @@ __all__ = ["ContextFull", "EngineLost", "Hosted", "Policy", "Result", "Rollout",
 log = logging.getLogger(__name__)
 
 KEPT = 10_000  # results that nobody told to forget
+GRACE_S = 20  # for rollouts that are under way when the service ends; then they are broken off
 ASKED_AGAIN = 4  # how often a request is sent again before the engine counts as lost
 
 
@@ -308,7 +309,8 @@ def serve(
     key: str | None = None,
     ready: Callable[[str], None] | None = None,
 ) -> None:
-    """Serve a task until SIGTERM or Ctrl-C, known to the orchestrator at this address.
+    """Serve a task until SIGTERM or Ctrl-C, known to the orchestrator at this address. What is under way then has
+    `GRACE_S` to end; the orchestrator runs the rest anew.
 
     Args:
         host: under which the orchestrator reaches this machine. port: 0 takes a free one.
@@ -331,7 +333,8 @@ def serve(
 
     app = hosted.app(key)
     app.router.lifespan_context = around
-    server = uvicorn.Server(uvicorn.Config(app, host=host, port=port, log_level="warning", ws="none"))
+    about: dict[str, Any] = dict(log_level="warning", ws="none", timeout_graceful_shutdown=GRACE_S)
+    server = uvicorn.Server(uvicorn.Config(app, host=host, port=port, **about))
 
     async def main() -> None:
         serving = asyncio.ensure_future(server.serve())
