@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -18,7 +19,7 @@ from glm5.train.config import TrainConfig
 from glm5.train.groups import rows_for
 from glm5.train.loop import Trainer
 from glm5.train.ranks import check_batch
-from glm5.utils.errors import ConfigError
+from glm5.utils.errors import ConfigError, NumericalError
 from support.parallel import apart, gradients, make
 from support.ranks import run_ranks
 from support.training import LetterTokenizer, documents
@@ -130,15 +131,34 @@ def _goes_on(world: World, directory: str) -> tuple[float, float]:
     return again.step()["loss"], whole.step()["loss"]
 
 
-def _compare_and_go_on(world: World, directory: str) -> tuple[Any, tuple[float, float]]:
-    return _compare(world, directory, ("sparse",)), _goes_on(world, directory)
+def _spoiled(world: World, directory: str) -> str:
+    """What is said where a rank's loss is no number, in a row that it has alone, while it shares the step's first."""
+    of = _trainer(world, directory, "spoiled", context_groups=HELD // world.count("dp"))
+    rows = of._rows(0, ROWS)
+    of._ahead = (0, ROWS, rows)
+    assert (rows[0].held is None, rows[-1].held is None) == (False, True)
+    first, last = (rows[i].input_BT.shape[1] for i in (0, -1))
+    assert first != last
+    if world.place("dp") == 1:
+        of.model.model.norm.register_forward_hook(lambda _m, _x, y: y * math.nan if y.shape[1] == last else None)
+    with pytest.raises(NumericalError) as raised:
+        of.step()
+    return str(raised.value)
 
 
-def test_beside_tensor_parallel_ranks_and_a_resumed_run(expected: Path) -> None:
-    compared, gone_on = zip(*run_ranks(4, "dp=2,tp=2", _compare_and_go_on, str(expected), timeout=400), strict=True)
+def _beside_tensors(world: World, directory: str) -> tuple[Any, tuple[float, float], str]:
+    return _compare(world, directory, ("sparse",)), _goes_on(world, directory), _spoiled(world, directory)
+
+
+def test_beside_tensor_parallel_ranks_a_resumed_run_and_a_bad_one(expected: Path) -> None:
+    results = run_ranks(4, "dp=2,tp=2", _beside_tensors, str(expected), timeout=400)
+    compared, gone_on, said = zip(*results, strict=True)
     _right(compared)
     for again, whole in gone_on:
         assert again == whole
+    for text in said:
+        assert "the loss of step 0 is nan; first bad tensor: " in text
+        assert text.partition(" / ")[0].endswith("output of model.norm")
 
 
 def test_rows_of_whole_documents(expected: Path) -> None:

@@ -238,7 +238,7 @@ class Trainer:
         else:
             totals, bad = self._in_stages(self.pipeline, rows, counts)
         if self.ranks.any(bad is not None):
-            raise self._bad_loss(bad, rows[0])
+            raise self._bad_loss(bad, rows)
         self.ranks.at(self.finished_steps, "2 update")
         norm = self._clip()
         lr = config.lr.at(self.finished_steps, config.steps)
@@ -252,8 +252,8 @@ class Trainer:
             self._ahead = (*coming, self._rows(*coming))
         return totals, counts, rows, norm, lr
 
-    def _in_turn(self, rows: list[Rows], counts: Counts) -> tuple[Totals, tuple[float, Rows] | None]:
-        """Every micro-batch forward and backward; the sums, and the loss that was not finite with its rows."""
+    def _in_turn(self, rows: list[Rows], counts: Counts) -> tuple[Totals, tuple[float, int] | None]:
+        """Every micro-batch forward and backward; the sums, and the first loss that was not finite with its number."""
         totals = Totals(len(self.routers), self.model.config.num_hidden_layers)
         objective = Objective(self.config, self.ranks, self.tokens, counts, totals)
         losses = []
@@ -268,18 +268,18 @@ class Trainer:
             losses.append(loss.detach())
         self.ranks.after(self.model)
         # Looked at once all is under way: a look waits for the device, which then waits for the host.
-        bad = next(((loss, i) for i, loss in enumerate(torch.stack(losses).tolist()) if not math.isfinite(loss)), None)
-        return totals, bad and (bad[0], rows[bad[1]])
+        found = torch.stack(losses).tolist()
+        return totals, next(((loss, i) for i, loss in enumerate(found) if not math.isfinite(loss)), None)
 
     def _in_stages(
         self, pipeline: Pipeline, rows: list[Rows], counts: Counts
-    ) -> tuple[Totals, tuple[float, Rows] | None]:
+    ) -> tuple[Totals, tuple[float, int] | None]:
         """The same, of this rank's stages of a pipeline."""
         from glm5.train.piped import StageTotals, run_stages
 
         totals = StageTotals(pipeline, self.model.config)
         loss = run_stages(pipeline, Objective(self.config, self.ranks, self.tokens, counts, totals), rows, totals)
-        return totals, None if math.isfinite(loss) else (loss, rows[0])
+        return totals, None if math.isfinite(loss) else (loss, 0)
 
     def _rows(self, first: int, count: int) -> list[Rows]:
         """This rank's micro-batches of a step of so many rows, from this sample on."""
@@ -305,9 +305,11 @@ class Trainer:
             own = None if "another rank" in e.what else e.what
             raise NumericalError(self.ranks.first(own) or e.what, e.mend) from None
 
-    def _bad_loss(self, bad: tuple[float, Rows] | None, rows: Rows) -> NumericalError:
+    def _bad_loss(self, bad: tuple[float, int] | None, rows: list[Rows]) -> NumericalError:
         """The error of a loss that is not finite, here or on another rank; all ranks look for its place together."""
-        place = self._first_bad(bad[1] if bad else rows)
+        # In one micro-batch, the first that was bad anywhere: ranks may share its rows, and others' with others.
+        at = torch.tensor(-len(rows) if bad is None else -bad[1], device=self.ranks.device)
+        place = self._first_bad(rows[-int(self.ranks.largest(at))])
         loss = self.ranks.first(bad and f"the loss of step {self.finished_steps} is {bad[0]}")
         return NumericalError(f"{loss}; first bad tensor: {place}")
 
