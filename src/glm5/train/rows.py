@@ -168,8 +168,7 @@ class Rows:
             past = torch.arange(1, first_BS.shape[1] + 1, device=first_BS.device)
             first_BS, plain = torch.where(live, first_BS, past), False
         held = None if self.held is None else self.held.of(first_BS)
-        layouts = self.layouts if counted == len(self.ids_BS) else ()
-        return Rows(self.ids_BS[:rows], document_BS, first_BS, targets, plain, held, layouts=layouts)
+        return Rows(self.ids_BS[:rows], document_BS, first_BS, targets, plain, held)
 
 
 def check_stage(config: TrainConfig, model: ModelConfig, dataset: TokenDataset) -> None:
