@@ -350,9 +350,9 @@ def serve(
             await asyncio.wait({serving, attending}, return_when=asyncio.FIRST_COMPLETED)
             if attending.done():
                 server.should_exit = True
-            attending.cancel()
-            await asyncio.wait({serving, attending})
-        if not attending.cancelled() and (error := attending.exception()) is not None:
+            await ended([attending], f"who tells {orchestrator} of {service.name}")
+            await asyncio.wait({serving})
+        if attending.done() and not attending.cancelled() and (error := attending.exception()) is not None:
             raise error
 
     asyncio.run(main())

@@ -1,8 +1,8 @@
 """Waits at an end that end themselves. Read next: `glm5.posttrain.engines`, which ends by them.
 
-A cancellation can be missed: where one comes in the very step of the event loop in which an HTTP client ends a wait of
-its own, some versions of its library take the two for one. A loop that misses it goes on for ever, and whoever waits
-for it, too. So tasks are cancelled again, and who does not end is named and left.
+A cancellation can be missed: where one comes in the very step of the event loop in which an HTTP client has connected,
+anyio before 4.16 takes it for its own. A loop that misses it goes on for ever, and whoever waits for it, too. So tasks
+are cancelled again, and who does not end is named and left.
 """
 
 from __future__ import annotations
@@ -25,16 +25,16 @@ async def ended(tasks: Iterable[asyncio.Future[Any]], who: str, again_s: float =
     Args:
         who: for the warning. again_s: how long they may take to clean up.
     """
+    tasks = set(tasks)
     left = {task for task in tasks if not task.done()}
+    _heard(tasks - left)
     for _ in range(TIMES):
         if not left:
             return
         for task in left:
             task.cancel()
         done, left = await asyncio.wait(left, timeout=again_s)
-        for task in done:
-            if not task.cancelled():
-                task.exception()  # nobody else hears of it
+        _heard(done)
     if left:
         log.warning("%s: %d did not end in %g s, and are left: %s", who, len(left), TIMES * again_s, _names(left))
 
@@ -48,6 +48,13 @@ async def bounded(work: Awaitable[Any], who: str, within_s: float = END_S) -> No
         log.warning("%s did not end in %g s, and is left", who, within_s)
         return
     task.result()
+
+
+def _heard(tasks: Iterable[asyncio.Future[Any]]) -> None:
+    """What they raised is nobody else's concern."""
+    for task in tasks:
+        if not task.cancelled():
+            task.exception()
 
 
 def _names(tasks: Iterable[asyncio.Future[Any]]) -> str:

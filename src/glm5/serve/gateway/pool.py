@@ -16,6 +16,7 @@ from typing import Any
 from glm5.serve.client import Backend, PauseMode, Stats, Stream, Unavailable, WeightGroup, WeightUpdate
 from glm5.serve.gateway.router import Lease, Router
 from glm5.serve.request import Delta, Request
+from glm5.utils.ending import ended
 
 log = logging.getLogger(__name__)
 
@@ -71,7 +72,7 @@ class EnginePool:
     async def stop(self) -> None:
         """Ask no more."""
         if self._beats is not None:
-            self._beats.cancel()
+            await ended([self._beats], "who asks whether engines live")
 
     async def beat(self) -> None:
         """Ask every engine whether it lives."""

@@ -20,6 +20,7 @@ import httpx
 from glm5.serve.client import PauseMode, Stats, Unavailable, WeightGroup, WeightUpdate
 from glm5.serve.request import Delta, Finish, Request, SamplingParams, TokenInfo
 from glm5.text.tokenizer import Tokenizer
+from glm5.utils.ending import ended
 from glm5.utils.errors import UserError
 from glm5.utils.http import client
 
@@ -208,10 +209,7 @@ class _Whole:
         """Close the connection, by which the engine ends the request."""
         work, self._work = self._work, None
         if work is not None:
-            work.cancel()
-            await asyncio.wait({work})
-            if not work.cancelled():
-                work.exception()  # nobody else hears of it
+            await ended([work], f"an answer of engine {self._engine.url}")
 
 
 # ------------------------------------------------------------------------------------------------------ their words
