@@ -57,7 +57,10 @@ def test_processes_answer_and_survive_a_killed_one(checkpoint: Path) -> None:
         processes = children(p.pid)
         assert len(processes) == 2
         other = subprocess.Popen(  # a decode worker that reads pages over TCP
-            [*COMMAND, str(checkpoint), "--join", workers_at, "--pages", "16", "--drafts", "1"], env=environment
+            [*COMMAND, str(checkpoint), "--join", workers_at, "--pages", "16", "--drafts", "1"],
+            env=environment,
+            stderr=subprocess.PIPE,
+            text=True,
         )
         try:
             deadline = time.monotonic() + 300
@@ -82,7 +85,9 @@ def test_processes_answer_and_survive_a_killed_one(checkpoint: Path) -> None:
             assert answers() == want
             p.send_signal(signal.SIGTERM)
             assert p.wait(timeout=240) == -signal.SIGTERM
-            assert other.wait(timeout=120) == 0
+            told = other.communicate(timeout=120)[1]
+            assert other.returncode == 0, told
+            assert f"works for {workers_at}" in told
         finally:
             other.kill()
             p.kill()

@@ -129,6 +129,8 @@ async def obey(options: WorkerOptions, engine: Engine, runner: Runner) -> None:
             port=port,
         )
         await wire.send("hello", hello)
+        if not is_path(options.front):
+            print(f"{options.name}: works for {options.front}", file=sys.stderr, flush=True)
         await serve_backend(runner, wire)
     finally:
         for server in servers:
