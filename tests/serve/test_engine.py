@@ -664,6 +664,7 @@ def test_stop_ids_of_the_model_and_the_request(model: GLM5, prompts: list[list[i
         (dict(context=2000), "context"),
         (dict(memory_gib=0.0, pages=0), "memory_gib"),
         (dict(max_running=0), "max_running"),
+        (dict(max_running=0, pages=0), "max_running"),
     ],
 )
 def test_settings_out_of_range(changes: dict[str, int], field: str, model: GLM5) -> None:

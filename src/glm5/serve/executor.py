@@ -118,6 +118,8 @@ class Executor:
         options: dict[str, Any] = dict(size=page_size, draft=config.drafts > 0, device=model.device, dtype=model.dtype)
         options["fp8"] = fp8
         self.pages = config.pages
+        if config.max_running < 1:
+            raise ConfigError("max_running", config.max_running, "must be at least 1")
         if self.pages == 0:
             one = PagedCache(model.config, 1, **options).nbytes_per_page()
             self.pages = min(int(config.memory_gib * 2**30 // one), config.max_running * -(-context // page_size))
