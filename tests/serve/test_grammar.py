@@ -241,6 +241,36 @@ def test_text_of_a_value_is_verbatim_and_never_a_marker(compiler: GrammarCompile
     assert np.flatnonzero(matcher.allowed()).tolist() == [special["<arg_key>"]]
 
 
+def tool_of(schema: dict[str, Any]) -> Constraint:
+    return Constraint(
+        "tools",
+        json.dumps([{"type": "function", "function": {"name": "say", "parameters": {"properties": {"x": schema}}}}]),
+    )
+
+
+@pytest.mark.parametrize(
+    ("bounds", "fits", "more"),
+    [
+        ({"minLength": 2, "maxLength": 3}, {"": False, "é": False, "é€": True, "é€\n": True}, False),
+        ({"maxLength": 0}, {"": True}, False),
+        ({"minLength": 1}, {"": False, "a": True}, True),
+        ({"maxLength": 1_000_000}, {"": True, "aaa": True}, True),
+    ],
+)
+def test_text_of_a_value_has_the_lengths_of_its_schema(
+    compiler: GrammarCompiler, tokenizer: Tokenizer, bounds: dict[str, int], fits: dict[str, bool], more: bool
+) -> None:
+    special = tokenizer.special
+    start = [special["<tool_call>"], *tokenizer.encode("say"), special["<arg_key>"], *tokenizer.encode("x")]
+    for text, whole in fits.items():
+        matcher = compiler.compile(tool_of({"type": "string", **bounds})).matcher()
+        ids = [*start, special["</arg_key>"], special["<arg_value>"], *tokenizer.encode(text)]
+        assert all(matcher.advance(id) for id in ids)
+        allowed = set(np.flatnonzero(matcher.allowed()).tolist())
+        assert (special["</arg_value>"] in allowed) == whole, text
+    assert (allowed != {special["</arg_value>"]}) == more  # after the longest of them
+
+
 def test_a_declared_parameter_is_not_taken_for_another(compiler: GrammarCompiler, tokenizer: Tokenizer) -> None:
     special = tokenizer.special
     for key, first in (("q", b"n"), ("r", b"tf")):
@@ -284,6 +314,8 @@ def test_answers_share_a_grammar_but_not_their_place(compiler: GrammarCompiler, 
         (Constraint("tools", "[]"), "tools", "none to call"),
         (tools("get", most=0), "tools", "none to call"),
         (Constraint("tools", '[{"type": "function"}]'), "tools[0].function", ""),
+        (tool_of({"type": "string", "maxLength": "5"}), "tools: x.maxLength", "whole number"),
+        (tool_of({"type": "string", "minLength": 2, "maxLength": 1}), "tools: x", "at least 2 and at most 1"),
         (
             Constraint("tools", '[{"type":"function","function":{"name":"a","parameters":{"required":["b"]}}}]'),
             "tools: [0].function.parameters.required",

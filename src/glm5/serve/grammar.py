@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 
 from glm5.serve.request import Constraint
-from glm5.text.arguments import argument_types
+from glm5.text.arguments import STRING, argument_types
 from glm5.text.messages import Tool, tools_from_openai
 from glm5.text.tokenizer import Tokenizer
 from glm5.utils.errors import UserError
@@ -167,7 +167,8 @@ def tool_grammar(constraint: Constraint, tokenizer: Tokenizer) -> str:
 
     Parameters come in any order, each at most once, the required ones always; others than the declared ones where
     `additionalProperties` says so. A value whose schema admits a string is text as it stands (of an enum: one of its
-    members), any other is JSON that fits its schema.
+    members; of a string alone: within its `minLength` and `maxLength`, whatever its `pattern`), any other is JSON that
+    fits its schema.
 
     Raises:
         UserError: the tools cannot be read.
@@ -227,10 +228,25 @@ def _value(schema: Any, tool: Tool, key: str) -> str:
     members = schema.get("enum", [schema["const"]] if "const" in schema else None) if isinstance(schema, dict) else None
     if members:
         return " | ".join(_literal(m if isinstance(m, str) else json.dumps(m, ensure_ascii=False)) for m in members)
-    if not isinstance(schema, dict) or "string" in argument_types(tool, key):
-        return "TEXT"
+    types = argument_types(tool, key)
+    if not isinstance(schema, dict) or "string" in types:
+        return _text(schema, key) if types == STRING else "TEXT"
     shared = {name: tool.parameters[name] for name in ("$defs", "definitions") if name in tool.parameters}
     return "%json " + json.dumps({**shared, **schema, "x-guidance": {"whitespace_pattern": BLANK}})
+
+
+def _text(schema: dict[str, Any], key: str) -> str:
+    """Text of the lengths, in characters, that a string's schema allows."""
+    place = key or "additionalProperties"
+    least, most = schema.get("minLength", 0), schema.get("maxLength")
+    for name, bound in (("minLength", least), ("maxLength", 0 if most is None else most)):
+        if isinstance(bound, bool) or not isinstance(bound, int) or bound < 0:
+            raise ValueError(f"{place}.{name}: {bound!r} must be a whole number, at least 0")
+    if most is None:
+        return rf"/(.|\n){{{least},}}/" if least else "TEXT"
+    if least > most:
+        raise ValueError(f"{place}: no text has at least {least} and at most {most} characters")
+    return rf"/(.|\n){{{least},{most}}}/"
 
 
 def _literal(text: str) -> str:
