@@ -94,11 +94,11 @@ def test_eight_conversations_are_learned_and_said_again(tmp_path: Path) -> None:
     said: list[str] = []
     held = write(tmp_path / "held.jsonl")  # the same, to see them learned
     found = sft(
-        config(tmp_path, held_out=(held,), train=dict(steps=60, mtp_depths=1, save_every=60, measure_every=60)),
+        config(tmp_path, held_out=(held,), train=dict(steps=110, mtp_depths=1, save_every=110, measure_every=110)),
         said.append,
     )
     assert found.held_out["before"] > 4
-    assert found.held_out["after"] < 0.1
+    assert found.held_out["after"] < 0.05
     assert any("8 conversations in" in line and "100% of the mixture" in line for line in said)
     model, t = load_model(found.model), load_tokenizer(found.model)
     for city, country in CAPITALS.items():
