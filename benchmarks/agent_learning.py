@@ -33,18 +33,15 @@ from typing import Any
 
 import torch
 
+from agent_config import asynchronous
 from glm5 import GLM5, save_model
 from glm5.agents.service import Policy, Result, Rollout, TaskService
 from glm5.model.presets import nano
-from glm5.posttrain.agent import IntakeConfig
 from glm5.posttrain.agent_run import AgentConfig, agent
-from glm5.posttrain.learner import LearnConfig
-from glm5.posttrain.rollout.options import RolloutOptions
 from glm5.posttrain.sft import SftConfig, sft
 from glm5.serve.config import EngineConfig
 from glm5.text import Tokenizer, render
 from glm5.text.messages import messages_from_openai
-from glm5.train.schedule import LearningRate
 from glm5.utils.runlog import read_metrics
 from tuning import tuning
 
@@ -139,25 +136,8 @@ def base(directory: Path, args: argparse.Namespace, seed: int) -> Path:
 
 
 def config(model: Path, run: Path, args: argparse.Namespace, seed: int) -> AgentConfig:
-    return AgentConfig(
-        checkpoint=str(model),
-        run=str(run),
-        engine=EngineConfig(memory_gib=0.2, context=1024, drafts=args.drafts, overlap=False),
-        rollout=RolloutOptions(group=args.group, concurrency=args.concurrency, look_s=0.1),
-        intake=IntakeConfig(groups=args.groups, max_staleness=args.staleness),
-        learn=LearnConfig(
-            steps=args.rl_steps,
-            updates=args.updates,
-            lr=LearningRate(args.lr, args.lr / 10, warmup_steps=2),
-            row_tokens=1024,
-            micro_batch=2,
-            save_every=10,
-            seed=seed,
-        ),
-        device="cpu",
-        eval_every=args.eval_every,
-        eval_rollouts=args.held_out,
-    )
+    engine = EngineConfig(memory_gib=0.2, context=1024, drafts=args.drafts, overlap=False)
+    return asynchronous(model, run, args, seed, engine, micro_batch=2, save_every=10, device="cpu")
 
 
 def varied(given: AgentConfig, variant: str) -> AgentConfig:

@@ -28,6 +28,7 @@ from typing import Any
 
 import torch
 
+from agent_config import asynchronous
 from glm5 import GLM5, save_model
 from glm5.agents.protocol import Rollout
 from glm5.agents.sandbox import Finished
@@ -35,15 +36,11 @@ from glm5.agents.services.terminal import SYSTEM, TerminalService
 from glm5.agents.services.tools import Tool
 from glm5.agents.tasks import InSandbox, Task, prove, read_task
 from glm5.model.presets import mini, nano
-from glm5.posttrain.agent import IntakeConfig
 from glm5.posttrain.agent_run import AgentConfig, agent
-from glm5.posttrain.learner import LearnConfig
-from glm5.posttrain.rollout.options import RolloutOptions
 from glm5.posttrain.sft import SftConfig, sft
 from glm5.serve.config import EngineConfig
 from glm5.text import Tokenizer, render
 from glm5.text.messages import messages_from_openai, tools_from_openai
-from glm5.train.schedule import LearningRate
 from glm5.utils.runlog import read_metrics
 from tuning import tuning
 
@@ -260,25 +257,9 @@ def base(directory: Path, args: argparse.Namespace, seed: int) -> Path:
 
 
 def config(model: Path, run: Path, args: argparse.Namespace, seed: int) -> AgentConfig:
-    return AgentConfig(
-        checkpoint=str(model),
-        run=str(run),
-        engine=EngineConfig(memory_gib=args.memory_gib, context=1024, overlap=False, max_running=args.concurrency),
-        rollout=RolloutOptions(group=args.group, concurrency=args.concurrency, look_s=0.1),
-        intake=IntakeConfig(groups=args.groups, max_staleness=args.staleness),
-        learn=LearnConfig(
-            steps=args.rl_steps,
-            updates=args.updates,
-            lr=LearningRate(args.lr, args.lr / 10, warmup_steps=2),
-            row_tokens=1024,
-            micro_batch=args.micro_batch,
-            save_every=10_000,
-            seed=seed,
-        ),
-        device=args.device,
-        eval_every=args.eval_every,
-        eval_rollouts=args.held_out,
-    )
+    engine = EngineConfig(memory_gib=args.memory_gib, context=1024, overlap=False, max_running=args.concurrency)
+    about: dict[str, Any] = dict(micro_batch=args.micro_batch, save_every=10_000, device=args.device)
+    return asynchronous(model, run, args, seed, engine, **about)
 
 
 def one_seed(seed: int, directory: Path, args: argparse.Namespace) -> dict[str, Any]:
