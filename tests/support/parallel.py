@@ -9,6 +9,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from glm5.data.loader import Loader, TokenDataset
@@ -19,6 +20,9 @@ from glm5.train.loop import Trainer
 from glm5.train.ranks import PipelineOptions
 from glm5.train.schedule import BatchWarmup, LearningRate
 from support.training import SEQ_LEN, tiny
+
+# Figures of time, and those measured on a rank's own rows.
+APART = ("tokens_per_second", "tflops_per_device", "memory_mib", "indexer_kl", "indexer_recall", "attention_logit_max")
 
 
 def make(world: World | None, directory: str | Path, run: str = "run", **changes: Any) -> Trainer:
@@ -88,3 +92,22 @@ def apart(a: dict[str, Tensor], b: dict[str, Tensor], tolerance: float) -> list[
         if not off <= tolerance:
             out.append(f"{name} {off:.1e}")
     return out
+
+
+def unlike(
+    of: Trainer, own: dict[str, Tensor], figures: dict[str, Any], expected: tuple[Any, ...], tolerance: float
+) -> list[str]:
+    """What of a step (`gradients`) is not one process's: gradients, figures that are no measurement, router biases.
+
+    Args:
+        expected: one process's gradients, figures and biases.
+    """
+    found, metrics, biases = expected
+    wrong = [f"gradient of {w}" for w in apart(found, own, tolerance)]
+    if not all(map(torch.equal, biases, (r.e_score_correction_bias for r in of.routers))):
+        wrong.append("router biases")
+    for key, value in metrics.items():
+        close = isinstance(value, float) and abs(figures[key] - value) <= 1e-4 * abs(value) + 1e-7
+        if isinstance(value, float) and key not in APART and not close:
+            wrong.append(f"{key} is {figures[key]}, not {value}")
+    return wrong
