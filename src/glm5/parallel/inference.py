@@ -15,7 +15,7 @@ same bits, and keep pages of their own.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -112,10 +112,16 @@ class ExchangedExperts(SpreadExperts):
         sent = torch.cat(out)
         back = torch.empty_like(sent)
         dist.all_to_all_single(back, sent, group=group)
-        total, *others = back.unflatten(0, (group.size(), room)).float()
-        for other in others:
-            total = total + other
-        return total[: len(x_ND)].to(x_ND.dtype)
+        return _added(back.unflatten(0, (group.size(), room)))[: len(x_ND)]
+
+
+def _added(parts: Iterable[Tensor]) -> Tensor:
+    """Their sum, added in their order in fp32 and rounded once."""
+    first, *others = parts
+    total = first.float()
+    for part in others:
+        total = total + part
+    return total.to(first.dtype)
 
 
 def _summed(x: Tensor, group: ProcessGroup, ordered: bool) -> Tensor:
@@ -128,11 +134,7 @@ def _summed(x: Tensor, group: ProcessGroup, ordered: bool) -> Tensor:
     if group.size() == 1:
         return x
     if ordered:
-        first, *others = _gathered(x, group)
-        total = first.float()
-        for part in others:
-            total = total + part
-        return total.to(x.dtype)
+        return _added(_gathered(x, group))
     x = x.contiguous()
     dist.all_reduce(x, group=group)
     return x
