@@ -18,6 +18,8 @@ import torch
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"  # Triton reads it when it is first imported, by whomever
 
+torch.set_num_threads(1)  # products this small gain nothing from a second thread, and wait for it on a busy machine
+
 # A shell's background jobs, and all that they start, ignore Ctrl-C: tests that press it would wait for nothing.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)

@@ -29,11 +29,6 @@ from support.tiny import tiny_config
 VOCAB = 320
 
 
-@pytest.fixture(autouse=True)
-def _one_thread() -> None:
-    torch.set_num_threads(1)
-
-
 @pytest.fixture(scope="module")
 def tokenizer() -> Tokenizer:
     return Tokenizer.train(["def f(x):\n    return x + 1\n", "import os\nimport sys\n", "für é 語 ★"] * 8, VOCAB - 8)

@@ -8,7 +8,6 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-import torch
 from rich.console import Console
 
 from glm5.cli import demo
@@ -46,7 +45,6 @@ def tiny(directory: Path) -> demo.Recipe:
 
 
 def test_figures_are_those_of_the_two_runs_and_stay(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    torch.set_num_threads(1)
     rng = random.Random(0)  # noqa: S311
     (tmp_path / "corpus").mkdir()
     for i in range(30):

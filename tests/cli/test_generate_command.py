@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import io
 import json
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -26,15 +25,6 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     assert tokenizer.vocab_size < model.config.vocab_size  # padded, as published
     save_model(model, directory, tokenizer=tokenizer)
     return directory
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    """Products this small gain nothing from a second thread and wait for it on a busy machine."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 def test_text_streams_to_stdout_and_its_cost_to_stderr(checkpoint: Path, capsys: pytest.CaptureFixture[str]) -> None:

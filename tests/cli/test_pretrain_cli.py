@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from glm5.cli import main as cli
 from glm5.cli.pretrain import choose, describe, take_option
@@ -46,7 +45,6 @@ class Found:
 @pytest.fixture
 def run(here: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Callable[..., Found]:
     """`run("pretrain", ...)` is `glm5 pretrain ...` in `here`; in this process, since importing torch takes seconds."""
-    torch.set_num_threads(1)
     monkeypatch.chdir(here)
 
     def command(*argv: str) -> Found:

@@ -6,7 +6,6 @@ import json
 from pathlib import Path
 
 import pytest
-import torch
 
 from glm5.cli.main import main
 from glm5.model.weights import save_model
@@ -16,7 +15,6 @@ from support.training import tiny
 
 @pytest.fixture
 def options(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    torch.set_num_threads(1)
     monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parents[1] / "support"))
     model = type(tiny())(tiny().config.replace(vocab_size=384), seed=0)
     save_model(model, tmp_path / "base", tokenizer=tokenizer())

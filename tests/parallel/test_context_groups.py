@@ -49,7 +49,6 @@ def _trainer(world: World | None, directory: str | Path, run: str, **changes: An
 @pytest.fixture(scope="module")
 def expected(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Tokens, and what one process makes of each stage's step by rows of one length, padded."""
-    torch.set_num_threads(1)
     directory = tmp_path_factory.mktemp("one")
     TokenDataset.build(documents(LENGTHS), LetterTokenizer(), directory / "tokens", LONGEST, 4, "whole")
     for name, options in STAGES.items():
@@ -104,7 +103,6 @@ def test_one_step_equals_one_process(expected: Path) -> None:
 
 
 def test_one_process_packs_them_for_itself(expected: Path) -> None:
-    torch.set_num_threads(1)
     wrong, said, sizes = _compare(None, str(expected))
     assert not wrong
     assert set(sizes) == {1}

@@ -30,7 +30,6 @@ STEPS: dict[str, dict[str, Any]] = {
 @pytest.fixture(scope="module")
 def expected(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A directory of tokens, and of what one process makes of each step."""
-    torch.set_num_threads(1)
     directory = tmp_path_factory.mktemp("one")
     dataset(directory)
     for name, options in STEPS.items():

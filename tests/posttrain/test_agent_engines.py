@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from glm5.model.glm5 import GLM5
+from glm5.model.weights import assign_tensors, disk_tensors
 from glm5.posttrain.engines import Engines
 from glm5.posttrain.record import Record, records_of_session
 from glm5.posttrain.rows import pack
@@ -20,7 +21,7 @@ from glm5.serve.config import EngineConfig
 from glm5.serve.engine import Engine
 from glm5.serve.http.app import create_app
 from glm5.serve.runner import Runner
-from glm5.utils.errors import CheckpointError
+from glm5.utils.errors import CheckpointError, UserError
 from support.scripted import chat_tokenizer
 from support.serving import served
 from support.tiny import tiny_model
@@ -31,7 +32,6 @@ CONFIG = EngineConfig(pages=80, context=1024, drafts=2)
 
 
 def policy(seed: int = 0) -> GLM5:
-    torch.set_num_threads(1)
     # Neither positions nor experts are chosen: draws differ from run to run here, and a near tie may fall either way.
     shape = dict(index_topk=1024, first_k_dense_replace=3)
     return tiny_model(seed, vocab_size=T.vocab_size, eos_token_id=T.stop_ids, **shape)
@@ -132,11 +132,56 @@ def test_weights_that_did_not_arrive_are_an_error(monkeypatch: pytest.MonkeyPatc
             engines.push(moved(first, 1), 1)
 
 
-def test_engines_behind_http_read_weights_from_disk(tmp_path: Path) -> None:
+def test_an_engine_in_bfloat16_has_the_weights_rounded_and_the_learner_keeps_its_own() -> None:
+    first, new = policy(), moved(policy(), 1)
+    kept = copy.deepcopy(new)
+    with Engines.local(first, T, CONFIG, dtype=torch.bfloat16) as engines:
+        assert engines._served is not None
+        engines.push(new, 1)
+        there = dict(disk_tensors(engines._served))
+        assert engines.pool.weight_version == "1"
+        enough, told = threading.Event(), []
+        enough.set()
+        talk(engines.url, "s0", enough, told)
+    assert {t.dtype for name, t in there.items() if "e_score" not in name} == {torch.bfloat16}
+    assert all(torch.equal(there[name], t.to(there[name].dtype)) for name, t in disk_tensors(kept))
+    assert all(torch.equal(p, q) for p, q in zip(new.parameters(), kept.parameters(), strict=True))
+    (record,) = records_of_session(told[0])
+    assert 0 < apart(record, {1: new}) < 0.2
+
+
+def test_a_wrong_weight_is_never_drawn_from(monkeypatch: pytest.MonkeyPatch) -> None:
+    first, new = policy(), moved(policy(), 1)
+    with Engines.local(first, T, CONFIG) as engines:
+        engines.push(first, 1)
+
+        def torn(model: GLM5, tensors: Any) -> None:
+            assign_tensors(model, {name: t for name, t in tensors.items() if name != "lm_head.weight"})
+
+        monkeypatch.setattr("glm5.serve.weights.assign_tensors", torn)
+        with pytest.raises(CheckpointError, match=r"the engine's lm_head\.weight is not what was sent as version 2"):
+            engines.push(new, 2)
+        asked = {"model": "policy", "messages": [{"role": "user", "content": "x"}], "max_tokens": 4}
+        refused = httpx.post(f"{engines.url}/sessions/s/v1/chat/completions", json=asked, timeout=120)
+    assert refused.status_code == 503
+
+
+def test_an_engine_that_has_ended_is_named_where_weights_are_pushed() -> None:
     first = policy()
-    runner = Runner(Engine(copy.deepcopy(first).eval(), CONFIG, T), T, "policy")
+    with Engines.local(first, T, CONFIG) as engines:
+        runner = engines.pool.engines["local"]
+        assert isinstance(runner, Runner)
+        engines.call(runner.stop())
+        with pytest.raises(UserError, match="no engine confirmed weights 1: "):
+            engines.push(first, 1)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_engines_behind_http_read_weights_from_disk(dtype: torch.dtype, tmp_path: Path) -> None:
+    first = policy()
+    runner = Runner(Engine(copy.deepcopy(first).eval().to(dtype), CONFIG, T), T, "policy")
     app = create_app(runner, start=runner.start, stop=runner.stop)
-    with served(app) as url, Engines.remote([url], T, 1024, tmp_path / "pushed") as engines:
+    with served(app) as url, Engines.remote([url], T, 1024, tmp_path / "pushed", dtype=dtype) as engines:
         for version in (1, 2):
             engines.push(moved(first, version), version)
             assert runner.weight_version == str(version)
@@ -145,4 +190,16 @@ def test_engines_behind_http_read_weights_from_disk(tmp_path: Path) -> None:
         enough.set()
         talk(engines.url, "s0", enough, told)
         (record,) = records_of_session(told[0])
-        assert apart(record, {2: moved(first, 2)}) < 1e-4
+        assert apart(record, {2: moved(first, 2)}) < (1e-4 if dtype == torch.float32 else 0.2)
+
+
+def test_weights_of_another_dtype_are_refused_with_the_way_out(tmp_path: Path) -> None:
+    first = policy()
+    runner = Runner(Engine(copy.deepcopy(first).eval().bfloat16(), CONFIG, T), T, "policy")
+    app = create_app(runner, start=runner.start, stop=runner.stop)
+    with (
+        served(app) as url,
+        Engines.remote([url], T, 1024, tmp_path / "pushed") as engines,
+        pytest.raises(CheckpointError, match="--engine-dtype"),
+    ):
+        engines.push(first, 1)

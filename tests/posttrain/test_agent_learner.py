@@ -27,11 +27,6 @@ from support.training import tiny
 VOCAB, STEPS, UPDATES, GROUPS = 32, 5, 2, 2
 
 
-@pytest.fixture(autouse=True)
-def _one_thread() -> None:
-    torch.set_num_threads(1)
-
-
 def policy() -> GLM5:
     return tiny(vocab_size=VOCAB)
 

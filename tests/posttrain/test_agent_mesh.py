@@ -30,7 +30,6 @@ STEPS = 2
 
 def on_rank(world: World | None, directory: Path, dies: int = 0) -> Whole | None:
     """A run of which the main rank alone has ledger and drawers; the other one dies in its update number `dies`."""
-    torch.set_num_threads(1)
     store, arrive = filled(directory / "t") if world is None or world.main else (None, lambda _: None)
     drawers = None if store is None else Drawers(arrive)
     of = learner(directory / "run", store, drawers, ranks=Ranks(world), steps=STEPS, save_every=1)
@@ -89,7 +88,6 @@ def test_two_ranks_make_one_processs_updates_also_when_one_dies(tmp_path: Path) 
 
 
 def learned(world: World, config: AgentConfig) -> Learned:
-    torch.set_num_threads(1)
     services = [test_agent_run.Even()]
     with as_launched(world):
         return agent(config, lambda _: None, services=services)

@@ -52,7 +52,6 @@ class Even(TaskService):
 
 
 def saved(path: Path) -> str:
-    torch.set_num_threads(1)
     save_model(tiny_model(0, vocab_size=T.vocab_size, eos_token_id=T.stop_ids), path, tokenizer=T)
     return str(path)
 

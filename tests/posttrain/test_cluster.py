@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from glm5.model.weights import save_model
 from glm5.posttrain.agent import LEDGER, AgentLearner, IntakeConfig
@@ -98,7 +97,6 @@ def test_what_a_lost_engine_was_asked_fails_at_once() -> None:
 
 
 def test_an_engine_that_begins_anew_elsewhere_gets_the_current_weights(tmp_path: Path) -> None:
-    torch.set_num_threads(1)
     first = tiny_model(0, vocab_size=T.vocab_size, eos_token_id=T.stop_ids)
     config = EngineConfig(pages=20, context=256)
     runners = [Runner(Engine(copy.deepcopy(first).eval(), config, T), T, "policy") for _ in range(2)]
@@ -202,7 +200,6 @@ def commands(word: str) -> list[str]:
 def test_a_run_over_two_nodes_of_which_one_dies(
     tmp_path: Path, two_nodes: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    torch.set_num_threads(1)
     checkpoint, task = tmp_path / "base", tmp_path / "letters.py"
     save_model(tiny_model(0, vocab_size=T.vocab_size, eos_token_id=T.stop_ids), checkpoint, tokenizer=T)
     task.write_text(TASK)

@@ -25,11 +25,6 @@ from glm5.utils.runlog import read_metrics
 from support.conversations import tokenizer
 
 
-@pytest.fixture(autouse=True)
-def _one_thread() -> None:
-    torch.set_num_threads(1)
-
-
 def teacher(directory: Path, base: str, strength: float) -> str:
     """The base, but what it says first is one of every other id, by so many nats: the state behind each prompt is
     nearly the same, and those ids' rows of the head are moved towards it."""

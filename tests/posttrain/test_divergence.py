@@ -22,11 +22,6 @@ from glm5.utils.runlog import read_metrics
 N, D, V = 7, 5, 23
 
 
-@pytest.fixture(autouse=True)
-def _one_thread() -> None:
-    torch.set_num_threads(1)
-
-
 def drawn(dtype: torch.dtype = torch.float64) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     g = torch.Generator().manual_seed(0)
     hidden, head = (torch.randn(n, D, generator=g, dtype=dtype, requires_grad=True) for n in (N, V))

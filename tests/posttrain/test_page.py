@@ -25,7 +25,6 @@ TIP = re.compile(
 
 
 def test_figures_stand_on_their_tokens(tmp_path: Path) -> None:
-    torch.set_num_threads(1)
     policy = model()
     drawn = rollouts(policy, drafts=2)
     groups = drawn.draw(numbered(2))

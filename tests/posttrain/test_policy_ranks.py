@@ -40,7 +40,6 @@ def batches() -> tuple[GLM5, GLM5, dict[str, PolicyRows]]:
 
 def updated(ranks: Ranks) -> dict[str, tuple[dict[str, torch.Tensor], dict[str, float]]]:
     """Weights and figures after an update, of every loss and batch."""
-    torch.set_num_threads(1)
     base, other, rows = batches()
     found = {}
     for name, config in CONFIGS.items():

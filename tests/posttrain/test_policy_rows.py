@@ -26,11 +26,6 @@ from support.conversations import tokenizer
 from support.training import VOCAB, tiny
 
 
-@pytest.fixture(autouse=True)
-def _one_thread() -> None:
-    torch.set_num_threads(1)
-
-
 @pytest.fixture(scope="module")
 def model() -> GLM5:
     return tiny().double().eval()

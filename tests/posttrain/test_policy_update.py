@@ -23,11 +23,6 @@ from glm5.utils.errors import NumericalError
 from support.training import tiny
 
 
-@pytest.fixture(autouse=True)
-def _one_thread() -> None:
-    torch.set_num_threads(1)
-
-
 def adam(model: GLM5, lr: float = 1e-3) -> torch.optim.Optimizer:
     return torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=lr, weight_decay=0.1)
 

@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from test_reason import SUPPORT, checkpoint, write_prompts
 
 from glm5.cli.main import main
@@ -21,8 +20,7 @@ from glm5.utils.errors import ConfigError, DataError, FileError, UserError
 
 
 @pytest.fixture(autouse=True)
-def _one_thread(monkeypatch: pytest.MonkeyPatch) -> None:
-    torch.set_num_threads(1)
+def _verifiers_found(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PYTHONPATH", SUPPORT, prepend=os.pathsep)
 
 

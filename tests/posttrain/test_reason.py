@@ -32,8 +32,7 @@ SUPPORT = str(Path(__file__).parents[1] / "support")
 
 
 @pytest.fixture(autouse=True)
-def _one_thread(monkeypatch: pytest.MonkeyPatch) -> None:
-    torch.set_num_threads(1)
+def _verifiers_found(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PYTHONPATH", SUPPORT)
 
 

@@ -59,7 +59,6 @@ class Seen(torch.optim.SGD):
 
 def gradients(ranks: Ranks) -> Gradients:
     """Of each loss, cut into micro-batches of 1, 2 and 4 rows, and of a batch that leaves a rank nothing to read."""
-    torch.set_num_threads(1)
     base, other, rows = batches()
     model = copy.deepcopy(other)
     freeze_indexers(model)
@@ -116,7 +115,6 @@ def started(arguments: list[str]) -> subprocess.Popen[str]:
 def test_the_command_on_two_processes_makes_what_one_makes_also_when_killed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    torch.set_num_threads(1)
     monkeypatch.setenv("PYTHONPATH", SUPPORT, prepend=os.pathsep)
     one = config(tmp_path, learn=dict(steps=3, save_every=1), page_every=1, run=str(tmp_path / "one"))
     alone = reason(one, lambda _: None)
@@ -176,7 +174,6 @@ def test_meshes_that_rollouts_cannot_use_are_refused(tmp_path: Path) -> None:
 @pytest.mark.parametrize("kind", ["general", "distill"])
 def test_the_other_loops_on_two_processes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
     """Judges and served teachers: one step's figures are those of one process, and one rank asks the judges."""
-    torch.set_num_threads(1)
     monkeypatch.setenv("PYTHONPATH", SUPPORT, prepend=os.pathsep)
     given: Any
     if kind == "general":

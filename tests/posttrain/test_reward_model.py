@@ -34,11 +34,6 @@ from support.conversations import tokenizer
 from support.training import tiny
 
 
-@pytest.fixture(autouse=True)
-def _one_thread() -> None:
-    torch.set_num_threads(1)
-
-
 def trunk(seed: int = 2) -> GLM5:
     sizes = {**tiny().config.to_dict(), "vocab_size": 384, "hidden_size": 48}
     return GLM5(ModelConfig.from_dict(sizes), seed=seed)

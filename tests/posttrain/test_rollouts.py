@@ -28,11 +28,6 @@ from support.conversations import tokenizer
 from support.training import tiny
 
 
-@pytest.fixture(autouse=True)
-def _one_thread() -> None:
-    torch.set_num_threads(1)
-
-
 def model(seed: int = 2, **changes: Any) -> GLM5:
     sizes = {**tiny().config.to_dict(), "vocab_size": 384}
     return GLM5(ModelConfig.from_dict({**sizes, **changes}), seed=seed)

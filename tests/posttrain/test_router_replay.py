@@ -24,11 +24,6 @@ from support.conversations import tokenizer
 from support.training import tiny
 
 
-@pytest.fixture(autouse=True)
-def _one_thread() -> None:
-    torch.set_num_threads(1)
-
-
 def policy(**changes: Any) -> GLM5:
     """Three layers, two of them with experts."""
     sizes = {**tiny(num_hidden_layers=3).config.to_dict(), "vocab_size": 384}

@@ -28,11 +28,6 @@ from support.training import tiny
 Read = dict[tuple[int, tuple[int, ...]], frozenset[int]]
 
 
-@pytest.fixture(autouse=True)
-def _one_thread() -> None:
-    torch.set_num_threads(1)
-
-
 def policy() -> GLM5:
     """Reads 8 positions of some 30, by one index head: half of its scores are ReLU's zeros, and tie."""
     sizes = {**tiny().config.to_dict(), "vocab_size": 384, "index_n_heads": 1, "glm5_attention": "sparse"}

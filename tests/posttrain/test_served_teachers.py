@@ -40,11 +40,6 @@ from support.conversations import tokenizer
 from support.serving import served
 
 
-@pytest.fixture(autouse=True)
-def _one_thread() -> None:
-    torch.set_num_threads(1)
-
-
 @contextmanager
 def server(checkpoint: str) -> Iterator[tuple[str, Runner]]:
     """A model behind HTTP, as `glm5 serve` has it."""

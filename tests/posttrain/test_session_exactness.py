@@ -34,7 +34,6 @@ TURNS, TOKENS = 3, 24
 
 @pytest.fixture(scope="module")
 def model() -> GLM5:
-    torch.set_num_threads(1)
     return tiny_model(0, vocab_size=T.vocab_size, eos_token_id=T.stop_ids)
 
 

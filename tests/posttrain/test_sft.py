@@ -40,11 +40,6 @@ CAPITALS = {
 }
 
 
-@pytest.fixture(autouse=True)
-def _one_thread() -> None:
-    torch.set_num_threads(1)
-
-
 def conversation(city: str, country: str) -> dict[str, Any]:
     return {
         "messages": [

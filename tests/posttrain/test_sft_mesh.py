@@ -10,7 +10,6 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-import torch
 from test_sft import checkpoint, config, write
 
 from glm5.model.weights import load_model
@@ -22,7 +21,6 @@ from glm5.utils.runlog import read_metrics
 
 
 def test_two_processes_make_what_one_makes(tmp_path: Path) -> None:
-    torch.set_num_threads(1)
     held = (write(tmp_path / "held.jsonl"),)
     one = config(
         tmp_path,

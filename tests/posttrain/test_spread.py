@@ -14,9 +14,9 @@ import pytest
 import torch
 
 from glm5.posttrain.engines import Engines
-from glm5.posttrain.pushing import sums_of, tensors_of
+from glm5.posttrain.pushing import tensors_of
 from glm5.posttrain.spread import Spread
-from glm5.serve.weights import Joined
+from glm5.serve.weights import Joined, checksums_of
 from support.scripted import chat_tokenizer
 from support.tiny import tiny_model
 
@@ -70,9 +70,8 @@ def checksums(url: str) -> dict[str, str]:
 
 @pytest.mark.timeout(600)
 def test_engines_receive_what_is_pushed_whoever_dies(monkeypatch: pytest.MonkeyPatch) -> None:
-    torch.set_num_threads(1)
     models = [tiny_model(seed, vocab_size=T.vocab_size, eos_token_id=T.stop_ids) for seed in range(4)]
-    sums = [sums_of(tensors_of(model)) for model in models]
+    sums = [checksums_of(tensors_of(model)) for model in models]
     with engine() as (one, _), engine() as (other, dying), engine() as (third, _):
         spread = Spread("127.0.0.1", "gloo")
         about = {"spread": spread, "beat_s": 1.0, "patience_s": 300.0}

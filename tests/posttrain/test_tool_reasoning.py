@@ -30,7 +30,6 @@ from support.conversations import tokenizer
 
 @pytest.fixture(autouse=True)
 def _isolated() -> None:
-    torch.set_num_threads(1)
     try:
         require()
     except SandboxError as e:
@@ -44,7 +43,6 @@ SEEN = "42\n[no output]"  # of the two calls
 @pytest.fixture(scope="module")
 def speaker() -> GLM5:
     """A model that has one conversation by heart: it calls twice in one turn, and says what came back."""
-    torch.set_num_threads(1)
     try:
         tool = PythonTool(5.0, 1)
     except SandboxError as e:

@@ -33,7 +33,6 @@ def make(world: World | None, directory: str | Path, run: str, *, quantised: boo
 
 @pytest.fixture(scope="module")
 def one(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    torch.set_num_threads(1)
     directory = tmp_path_factory.mktemp("one")
     dataset(directory)
     both = [gradients(make(None, directory, f"one-{q}", quantised=q))[0] for q in (True, False)]

@@ -17,7 +17,6 @@ CONFIG = EngineConfig(pages=40, context=400, drafts=3, overlap=False)
 
 @pytest.mark.parametrize("changes", [{}, {"overlap": True}, {"chunk": 7}, {"pages": 8, "max_running": 4}])
 def test_every_draft_of_a_text_that_repeats_itself_is_right(changes: dict[str, int]) -> None:
-    torch.set_num_threads(1)
     model = agreeable(
         0, scale=0.0
     ).eval()  # the next id follows from the last one alone, so every answer ends in a ring

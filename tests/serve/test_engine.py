@@ -48,7 +48,6 @@ class Expected(NamedTuple):
 
 @pytest.fixture(scope="module")
 def model() -> GLM5:
-    torch.set_num_threads(1)
     return agreeable(0).eval()
 
 

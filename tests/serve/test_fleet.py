@@ -38,7 +38,6 @@ TOLERANCE = 2e-5
 
 @pytest.fixture(scope="module")
 def model() -> GLM5:
-    torch.set_num_threads(1)
     return agreeable(0, vocab_size=chat_tokenizer().vocab_size).eval()
 
 

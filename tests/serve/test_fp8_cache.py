@@ -33,7 +33,6 @@ TABLE = [3, 1, 0, 2, 4]
 @pytest.fixture(scope="module")
 def model() -> GLM5:
     """Looks at 128 of up to 300 positions."""
-    torch.set_num_threads(1)
     return GLM5(nano(initializer_range=0.06, num_hidden_layers=3), seed=1).eval()
 
 
@@ -143,7 +142,6 @@ WAYS: dict[str, tuple[dict[str, Any], Callable[[Engine, list[list[int]]], list[A
 @pytest.mark.parametrize("way", WAYS)
 def test_every_way_gives_the_same(way: str) -> None:
     """Up to what an ulp becomes when it is rounded to 8 bits; the model's ids are far enough apart for that."""
-    torch.set_num_threads(1)
     model = GLM5(nano(initializer_range=0.02, num_hidden_layers=2), seed=3).eval()
     with torch.no_grad():
         model.lm_head.weight.mul_(40)

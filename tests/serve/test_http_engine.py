@@ -12,7 +12,6 @@ import httpx
 import numpy as np
 import openai
 import pytest
-import torch
 from fastapi import FastAPI
 from safetensors.torch import save
 
@@ -38,7 +37,6 @@ def app_of(engine: Engine) -> FastAPI:
 
 @pytest.fixture(scope="module")
 def model() -> GLM5:
-    torch.set_num_threads(1)
     return tiny_model(0, **SIZES)
 
 

@@ -28,7 +28,6 @@ SAMPLED = SamplingParams(max_new_tokens=9, temperature=0.7, seed=11, ignore_eos=
 
 @pytest.fixture(scope="module", params=["sparse", "dense", "wide"])
 def model(request: pytest.FixtureRequest) -> GLM5:
-    torch.set_num_threads(1)
     if request.param == "wide":  # the shapes that the benchmark serves
         return GLM5(nano(initializer_range=0.06, num_hidden_layers=3), seed=1).eval()
     return agreeable(0, **({"extra": {"glm5_attention": "dense"}} if request.param == "dense" else {})).eval()

@@ -45,7 +45,6 @@ WIDTHS = dict(
 
 @pytest.fixture(autouse=True)
 def as_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    torch.set_num_threads(1)
     monkeypatch.setattr(invariant, "on_gpu", lambda model: True)
     if DEVICE == "cpu":  # the interpreter takes its time for what is masked, too
         monkeypatch.setattr(fixed, "SHARE", 64)

@@ -5,7 +5,6 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-import torch
 
 from glm5.model.generate import generate
 from glm5.model.glm5 import GLM5
@@ -18,7 +17,6 @@ from glm5.utils.errors import UserError
 
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    torch.set_num_threads(1)
     path = tmp_path_factory.mktemp("llm")
     tokenizer = Tokenizer.train([f"def hello(name):\n    print(name, {n})\n" for n in range(400)], 320)
     save_model(GLM5(nano(vocab_size=320, num_hidden_layers=2, hidden_size=32, max_position_embeddings=512)), path)

@@ -109,7 +109,6 @@ def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
 @pytest.fixture(scope="module")
 def expected(checkpoints: list[str]) -> dict[str, Any]:
     """What one process answers."""
-    torch.set_num_threads(1)
     models = [load_model(path) for path in checkpoints]
     found = all_ways(lambda config: Engine(models[0], config))
     found["other weights"] = answers(Engine(models[1], WAYS["drafts"]), prompts())

@@ -34,11 +34,6 @@ from glm5.utils.runlog import read_metrics
 from support.training import SEQ_LEN, VOCAB, LetterTokenizer, dataset, documents, same, tensors, tiny, trainer
 
 
-@pytest.fixture(autouse=True)
-def _one_thread() -> None:
-    torch.set_num_threads(1)
-
-
 def gradients(of: Trainer, monkeypatch: pytest.MonkeyPatch) -> dict[str, Tensor]:
     """The gradients of the next step, after clipping, caught before the update."""
     found: dict[str, Tensor] = {}

@@ -17,11 +17,6 @@ from glm5.train.rows import Rows
 from support.training import SEQ_LEN, dataset, tiny, trainer
 
 
-@pytest.fixture(autouse=True)
-def _one_thread() -> None:
-    torch.set_num_threads(1)
-
-
 def test_counts_of_packed_rows_are_what_a_loop_counts(tmp_path: Path) -> None:
     data = dataset(tmp_path)
     batch = data.batch(range(data.rows))

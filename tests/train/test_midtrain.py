@@ -24,15 +24,9 @@ from glm5.utils.runlog import read_metrics
 from support.ranks import as_launched, run_ranks
 
 
-@pytest.fixture(autouse=True)
-def _one_thread() -> None:
-    torch.set_num_threads(1)
-
-
 @pytest.fixture(scope="module")
 def dense(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A directory with two corpora, a and b, and under run/model a model that was trained in rows of 32."""
-    torch.set_num_threads(1)
     directory = tmp_path_factory.mktemp("dense")
     write_corpus(directory / "corpus")
     write_corpus(directory / "other", files=12, words=150, seed=3)

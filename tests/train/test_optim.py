@@ -41,14 +41,6 @@ def _optimizer(model, lr=0.01, *, split_heads=True, **options):
     return MuonSplit(parameter_roles(model, model.config, split_heads=split_heads), lr, **options)
 
 
-@pytest.fixture(autouse=True)
-def _one_thread():
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
-
-
 class _Named(nn.Module):
     """A module with one parameter under any dotted name."""
 

@@ -47,11 +47,6 @@ TINY: dict[str, Any] = dict(
 )
 
 
-@pytest.fixture(autouse=True)
-def _one_thread() -> None:
-    torch.set_num_threads(1)
-
-
 def write_corpus(directory: Path, files: int = 30, words: int = 60, seed: int = 0) -> Path:
     """Files of words in random order: text of which no two files repeat each other."""
     rng = random.Random(seed)  # noqa: S311

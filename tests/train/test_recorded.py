@@ -24,11 +24,6 @@ from glm5.train.schedule import BatchWarmup
 from support.training import SEQ_LEN, VOCAB, LetterTokenizer, dataset, same, tensors, trainer
 
 
-@pytest.fixture(autouse=True)
-def _one_thread() -> None:
-    torch.set_num_threads(1)
-
-
 class Again:
     """Records nothing: runs the same call again, on the same buffers."""
 

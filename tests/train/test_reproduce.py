@@ -32,14 +32,6 @@ from glm5.utils.errors import ConfigError, DataError
 from support.training import SEQ_LEN, dataset, tiny, trainer
 
 
-@pytest.fixture(autouse=True)
-def _one_thread() -> Any:
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
-
-
 @pytest.fixture(scope="module")
 def text(tmp_path_factory: pytest.TempPathFactory) -> Text:
     directory = tmp_path_factory.mktemp("text")

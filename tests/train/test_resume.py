@@ -29,11 +29,6 @@ VICTIM = Path(__file__).with_name("resume_victim.py")
 TIMED = ("time", "tokens_per_second", "tflops_per_device", "memory_mib", "memory")
 
 
-@pytest.fixture(autouse=True)
-def _one_thread() -> None:
-    torch.set_num_threads(1)
-
-
 def untimed(directory: Path) -> list[dict[str, Any]]:
     return [{k: v for k, v in r.items() if k not in TIMED} for r in read_metrics(directory)]
 

@@ -27,15 +27,9 @@ from glm5.utils.runlog import read_metrics
 from support.ranks import as_launched, run_ranks
 
 
-@pytest.fixture(autouse=True)
-def _one_thread() -> None:
-    torch.set_num_threads(1)
-
-
 @pytest.fixture(scope="module")
 def dense(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A directory with a corpus and, under run/model, a dense model that has learned something of it."""
-    torch.set_num_threads(1)
     directory = tmp_path_factory.mktemp("dense")
     write_corpus(directory / "corpus")
     pretrain(pretrain_config(directory, train=dict(steps=30)), lambda _: None)

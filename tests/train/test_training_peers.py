@@ -25,7 +25,6 @@ def peers() -> ModuleType:
 
 
 def test_all_train_one_model(peers: ModuleType, tmp_path: Path) -> None:
-    torch.set_num_threads(1)
     options = argparse.Namespace(device="cpu", preset="nano", rows=2, micro_batch=1, seq_len=48, steps=1)
     job = peers.prepared(options, tmp_path / "data")
     for name, t in job.weights.items():
