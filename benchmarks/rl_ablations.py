@@ -1,12 +1,14 @@
 """What the report's choices for reinforcement learning of a sparse model buy, each taken away, at a small size.
 
     python benchmarks/rl_ablations.py [--seeds 0,1,2] [--arms base,noisy,noisy-off,...] [--steps 40] --out DIR
-                                      [--json FILE]
+                                      [--task big|sort] [--digits 3] [--json FILE]
+    python benchmarks/rl_ablations.py --table FILE ...       # of what runs of several seeds or arms wrote by --json
 
 A model of `nano`'s parts (--hidden and so on set its size) that reads 6 positions by one index head, so that half of
-index scores are ReLU's zeros and tie, is fine-tuned on "big 4 1 7" (the largest of three digits; --careless of the
-answers say the first digit) until it knows the form, and then learns from verified answers by the function behind
-`glm5 rl reason`. Arms begin with the same weights and draw from the same seed:
+index scores are ReLU's zeros and tie, is fine-tuned on "big 4 1 7" (the largest of the digits; --careless of the
+answers say the first) or "sort 4 1 7" (the digits in order; the careless ones leave them as they stand) until it knows
+the form, and then learns from verified answers by the function behind `glm5 rl reason`. Arms begin with the same
+weights and draw from the same seed:
 
     base         the engine runs the trainer's weights; IcePop; stable top-k; frozen indexers
     base-off     the same without IcePop
@@ -21,8 +23,8 @@ answers say the first digit) until it knows the form, and then learns from verif
 
 Success is that of greedy answers to held-out tasks, by the stable engine with the trainer's own weights, whatever the
 arm. Every seed draws weights, tasks and answers anew. The script goes on where it was stopped, run by run and within
-each; DIR/results.json holds what is done. A verdict says "differs" where the paired difference to its counterpart is
-larger than twice its standard error over the seeds, and else "within the noise".
+each; DIR/results.json holds what is done. A verdict says "differs" where 0 lies outside the 95% interval (Student's t)
+of the paired difference to its counterpart over the seeds, and else "within the noise".
 """
 
 from __future__ import annotations
@@ -34,7 +36,7 @@ import math
 import random
 import statistics
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -56,7 +58,7 @@ from glm5.train.schedule import LearningRate
 from glm5.utils.runlog import read_metrics
 from tuning import tuning
 
-DOMAIN, DIGITS, HELD_OUT, TASKS = "big", 3, 200, 800
+HELD_OUT, TASKS = 200, 800
 ARMS: dict[str, dict[str, Any]] = {
     "base": {},
     "base-off": {"icepop": False},
@@ -69,27 +71,31 @@ ARMS: dict[str, dict[str, Any]] = {
     "racing-off": {"topk": "racing", "icepop": False},
     "trained": {"indexer_weight": 1.0},
 }
+SOLVED: dict[str, Callable[[Sequence[str]], str]] = {"big": max, "sort": lambda digits: " ".join(sorted(digits))}
+CARELESS: dict[str, Callable[[Sequence[str]], str]] = {"big": lambda digits: digits[0], "sort": " ".join}
 # Each claim: an arm, and the one that it is held against.
 PAIRS = (
     *(("noisy", "noisy-off"), ("fp8", "fp8-off"), ("base", "base-off"), ("base", "noisy"), ("base", "fp8")),
     *(("base", "racing"), ("racing", "racing-off"), ("base", "trained"), ("noisy-replay", "noisy")),
 )
+T95 = (12.71, 4.30, 3.18, 2.78, 2.57, 2.45, 2.36, 2.31, 2.26)  # Student's, for 2 seeds, 3, ...
 SHOWN = ("train_rollout_logprob_abs_diff", "is_masked_low", "is_masked_high", "mismatch_k3", "entropy", "indexer_kl")
 
 
-def write_tasks(directory: Path, seed: int, careless: float) -> None:
-    """Prompts to learn from and to measure, and conversations for fine-tuning, of which so many are careless: they say
-    the first digit."""
+def write_tasks(directory: Path, seed: int, args: argparse.Namespace) -> None:
+    """Prompts to learn from and to measure, and conversations for fine-tuning, of which so many are careless."""
     rng = random.Random(seed)  # noqa: S311
-    drawn = rng.sample(list(itertools.product("0123456789", repeat=DIGITS)), HELD_OUT + TASKS)
+    drawn = rng.sample(list(itertools.product("0123456789", repeat=args.digits)), HELD_OUT + TASKS)
+    task = args.task
     rows = [
-        {"prompt": f"{DOMAIN} {' '.join(t)}", "answer": max(t), "verifier": "short", "domain": DOMAIN} for t in drawn
+        {"prompt": f"{task} {' '.join(t)}", "answer": SOLVED[task](t), "verifier": "short", "domain": task}
+        for t in drawn
     ]
     for part, some in (("held", rows[:HELD_OUT]), ("train", rows[HELD_OUT:])):
         (directory / f"{part}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in some))
     talk = []
-    for triple, row in zip(drawn[HELD_OUT:], rows[HELD_OUT:], strict=True):
-        said = triple[0] if rng.random() < careless else row["answer"]
+    for digits, row in zip(drawn[HELD_OUT:], rows[HELD_OUT:], strict=True):
+        said = CARELESS[task](digits) if rng.random() < args.careless else row["answer"]
         talk.append({"messages": [{"role": "user", "content": row["prompt"]}, {"role": "assistant", "content": said}]})
     (directory / "talk.jsonl").write_text("".join(json.dumps(row) + "\n" for row in talk))
 
@@ -102,7 +108,7 @@ def tuned(directory: Path, seed: int, args: argparse.Namespace) -> Path:
     """A model that knows the form: made once a seed."""
     if (directory / "sft" / "result.json").exists():
         return directory / "sft" / "model"
-    write_tasks(directory, seed, args.careless)
+    write_tasks(directory, seed, args)
     talk = directory / "talk.jsonl"
     tokenizer = Tokenizer.train([talk.read_text()], 300)
     if not (directory / "start" / "config.json").exists():
@@ -111,7 +117,7 @@ def tuned(directory: Path, seed: int, args: argparse.Namespace) -> Path:
             hidden_size=args.hidden,
             num_hidden_layers=args.layers,
             n_routed_experts=args.experts,
-            index_topk=6,
+            index_topk=args.topk,
             index_n_heads=1,
         )
         sparse = ModelConfig.from_dict({**shape.to_dict(), "glm5_attention": "sparse"})
@@ -161,13 +167,18 @@ def engine(kind: str, noise: float) -> Iterator[None]:
         reasoning.Rollouts = original  # type: ignore[misc]
 
 
-def measured(model: Path, prompts: PromptConfig, seed: int) -> float:
+def longest(args: argparse.Namespace) -> int:
+    """Tokens of the longest answer."""
+    return 3 if args.task == "big" else 2 * args.digits + 2
+
+
+def measured(model: Path, prompts: PromptConfig, seed: int, args: argparse.Namespace) -> float:
     """Success on the held-out tasks, by the stable engine."""
     held = prepare_prompts(prompts, seed).held_out
-    config = RolloutConfig(max_new_tokens=3, thinking=False, memory_gib=0.1)
+    config = RolloutConfig(max_new_tokens=longest(args), thinking=False, memory_gib=0.1)
     policy = load_model(model)
     with verifier_pool(config, held) as pool:
-        return Rollouts(policy, load_tokenizer(model), config, pool, seed=seed).success(held)[DOMAIN]
+        return Rollouts(policy, load_tokenizer(model), config, pool, seed=seed).success(held)[args.task]
 
 
 def one(seed: int, arm: str, directory: Path, args: argparse.Namespace) -> dict[str, Any]:
@@ -189,7 +200,7 @@ def one(seed: int, arm: str, directory: Path, args: argparse.Namespace) -> dict[
     rollout = RolloutConfig(
         prompts=8,
         group=8,
-        max_new_tokens=3,
+        max_new_tokens=longest(args),
         thinking=False,
         rounds=2,
         memory_gib=0.1,
@@ -219,8 +230,8 @@ def one(seed: int, arm: str, directory: Path, args: argparse.Namespace) -> dict[
         if (values := [r[name] for r in records if r.get(name) is not None])
     }
     return {
-        "before": measured(begin, prompts, seed),
-        "after": measured(found.model, prompts, seed),
+        "before": measured(begin, prompts, seed, args),
+        "after": measured(found.model, prompts, seed, args),
         "last rewards": statistics.mean(late),
         **means,
         "entropy at the end": statistics.mean([r["entropy"] for r in records[-10:] if "entropy" in r]),
@@ -234,8 +245,8 @@ def verdict(a: list[float], b: list[float]) -> str:
     mean = statistics.mean(apart)
     if len(apart) < 2:
         return f"{mean:+.3f}, one seed: no verdict"
-    error = statistics.stdev(apart) / math.sqrt(len(apart))
-    return f"{mean:+.3f} ± {error:.3f}: {'differs' if abs(mean) > 2 * error else 'within the noise'}"
+    half = T95[min(len(apart), len(T95) + 1) - 2] * statistics.stdev(apart) / math.sqrt(len(apart))
+    return f"{mean:+.3f} ± {half:.3f} (95%): {'differs' if abs(mean) > half else 'within the noise'}"
 
 
 def table(results: dict[str, dict[str, Any]], seeds: list[int], arms: list[str]) -> list[str]:
@@ -260,8 +271,8 @@ def table(results: dict[str, dict[str, Any]], seeds: list[int], arms: list[str])
         both = [seed for seed in seeds if all(f"{seed}/{arm}" in results for arm in (a, b))]
         if both and {a, b} <= set(arms):
             for name in ("after", "last rewards"):
-                values = [[results[f"{seed}/{arm}"][name] for seed in both] for arm in (a, b)]
-                lines.append(f"{a} against {b}, {name}: {verdict(*values)}")
+                one_a, one_b = ([float(results[f"{seed}/{arm}"][name]) for seed in both] for arm in (a, b))
+                lines.append(f"{a} against {b}, {name}: {verdict(one_a, one_b)}")
     return lines
 
 
@@ -274,13 +285,24 @@ def main() -> None:
     parser.add_argument("--sft-lr", type=float, default=3e-3)
     parser.add_argument("--lr", type=float, default=5e-4)
     parser.add_argument("--careless", type=float, default=0.0, help="share of answers to fine-tune on")
+    parser.add_argument("--task", choices=tuple(SOLVED), default="big")
+    parser.add_argument("--digits", type=int, default=3)
+    parser.add_argument("--topk", type=int, default=6, help="positions that a query reads")
     parser.add_argument("--noise", type=float, default=0.3)
     parser.add_argument("--hidden", type=int, default=128)
     parser.add_argument("--layers", type=int, default=2)
     parser.add_argument("--experts", type=int, default=4)
-    parser.add_argument("--out", required=True, help="the runs and results lie here")
+    parser.add_argument("--out", help="the runs and results lie here")
+    parser.add_argument("--table", nargs="+", metavar="FILE", help="only the table, of files that --json wrote")
     parser.add_argument("--json", help="write results and arguments here, too")
     args = parser.parse_args()
+    if args.table:
+        merged = {k: v for file in args.table for k, v in json.loads(Path(file).read_text())["results"].items()}
+        kept_seeds = sorted({int(name.partition("/")[0]) for name in merged})
+        print("\n".join(table(merged, kept_seeds, [arm for arm in ARMS if any(n.endswith(f"/{arm}") for n in merged)])))
+        return
+    if not args.out:
+        parser.error("--out is missing")
     torch.set_num_threads(1)
     seeds, arms = [int(s) for s in args.seeds.split(",")], args.arms.split(",")
     out = Path(args.out)

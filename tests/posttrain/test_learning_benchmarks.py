@@ -46,11 +46,22 @@ def test_careless_answers_are_often_wrong_and_sometimes_right(monkeypatch: pytes
 
 
 def test_a_verdict_is_of_paired_differences(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Seeds that differ a hundred times more than arms do hide nothing: 0.1 apart by 0.01 is ten standard errors."""
+    """Seeds that differ a hundred times more than arms do hide nothing: 0.1 apart by 0.01. Half of an interval of three
+    is Student's 4.30 standard errors, each deviation / sqrt(3)."""
     verdict = benchmark("rl_ablations", monkeypatch).verdict
-    assert verdict([0.1, 0.5, 0.9], [0.0, 0.39, 0.81]) == "+0.100 ± 0.006: differs"
-    assert verdict([0.1, 0.5, 0.9], [0.25, 0.39, 0.81]) == "+0.017 ± 0.084: within the noise"
+    assert verdict([0.1, 0.5, 0.9], [0.0, 0.39, 0.81]) == "+0.100 ± 0.025 (95%): differs"
+    assert verdict([0.1, 0.5, 0.9], [0.25, 0.39, 0.81]) == "+0.017 ± 0.359 (95%): within the noise"
+    assert verdict([0.30, 0.36, 0.33], [0.2, 0.2, 0.2]).endswith("differs")
+    assert verdict([0.21, 0.25, 0.22], [0.2, 0.2, 0.2]).endswith("within the noise")  # 2.2 standard errors of three
     assert verdict([0.5], [0.1]) == "+0.400, one seed: no verdict"
+
+
+def test_careless_answers_of_the_ablations_are_tasks_half_done(monkeypatch: pytest.MonkeyPatch) -> None:
+    module = benchmark("rl_ablations", monkeypatch)
+    assert module.SOLVED["sort"](("4", "1", "7")) == "1 4 7"
+    assert module.CARELESS["sort"](("4", "1", "7")) == "4 1 7"
+    assert module.SOLVED["big"](("4", "1", "7")) == "7"
+    assert module.CARELESS["big"](("4", "1", "7")) == "4"
 
 
 def test_a_line_has_the_steps_since_the_last_measurement(monkeypatch: pytest.MonkeyPatch) -> None:
