@@ -26,6 +26,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 import httpx
+import torch
 
 from glm5.agents.loading import load_tasks
 from glm5.agents.protocol import KEY, Rollout, require_key
@@ -120,6 +121,9 @@ class AgentConfig(ProcessConfig):
     process group of this kind; nccl where learner and engines have GPUs."""
     engine: EngineConfig = field(default_factory=lambda: EngineConfig(overlap=False))
     """Of the engine in this process, or of each that `cluster` places."""
+    engine_dtype: Literal["float32", "bfloat16"] = "float32"
+    """Of the engines' weights and caches; those of `engines` must be served so (`glm5 serve --dtype`). The trainer's
+    are float32; bfloat16 is faster on a GPU, and takes the two apart by its rounding, which the loss sees."""
     cluster: ClusterConfig = field(default_factory=ClusterConfig)
     """Where engines and tasks run; by default in this process."""
     in_flight: InFlight = "renew"
@@ -413,7 +417,13 @@ def _engines(
     config: AgentConfig, model: GLM5, tokenizer: Tokenizer, shape: ModelConfig, cluster: Cluster | None = None
 ) -> Engines:
     key = os.environ.get(KEY) or None if cluster is None else cluster.key
-    about: dict[str, Any] = {"in_flight": config.in_flight, "host": _here(config, cluster)[0], "key": key}
+    dtype = getattr(torch, config.engine_dtype)
+    about: dict[str, Any] = {
+        "in_flight": config.in_flight,
+        "host": _here(config, cluster)[0],
+        "key": key,
+        "dtype": dtype,
+    }
     if not config.engines and cluster is None:
         return Engines.local(model, tokenizer, config.engine, **about)
     context = config.engine.context or shape.max_position_embeddings
@@ -424,7 +434,7 @@ def _engines(
     if cluster is None:
         engine_key = os.environ.get("GLM5_ENGINE_KEY")
         return Engines.remote(config.engines, tokenizer, context, directory, api_key=engine_key, **about)
-    placed = cluster.place_engines(config.checkpoint, config.engine)
+    placed = cluster.place_engines(config.checkpoint, config.engine, config.engine_dtype)
     about["patience_s"] = config.cluster.place_s + config.cluster.start_s
     return Engines.remote(placed, tokenizer, context, directory, api_key=key, **about)
 

@@ -273,8 +273,8 @@ class Cluster:
             ray.shutdown()
 
     # ------------------------------------------------------------------ placing
-    def place_engines(self, checkpoint: str, engine: EngineConfig) -> dict[str, str]:
-        """Engines with their addresses, by name.
+    def place_engines(self, checkpoint: str, engine: EngineConfig, dtype: str = "float32") -> dict[str, str]:
+        """Engines, whose weights have this dtype, with their addresses, by name.
 
         Raises:
             UserError: one cannot be placed, or does not start.
@@ -282,7 +282,7 @@ class Cluster:
         config = self.config
         command = [
             *("glm5", "serve", str(Path(checkpoint).absolute())),
-            *("--host", HOST, "--port", "0", "--name", "policy", "--dtype", "float32", "--log-level", "warning"),
+            *("--host", HOST, "--port", "0", "--name", "policy", "--dtype", dtype, "--log-level", "warning"),
             *("--device", "cuda" if config.engine_gpus else "cpu"),
             *(("--mesh", config.engine_mesh) if config.engine_mesh else ()),
             *_options(engine),

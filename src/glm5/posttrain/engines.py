@@ -24,12 +24,13 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
+import torch
 import uvicorn
 from torch import Tensor
 
 from glm5.model.glm5 import GLM5
-from glm5.model.weights import save_model
-from glm5.posttrain.pushing import Sums, packed, require_arrived, sums_of, tensors_of
+from glm5.model.weights import disk_tensors, save_model
+from glm5.posttrain.pushing import Sums, require_arrived, require_same, rounded, tensors_of
 from glm5.posttrain.spread import Spread
 from glm5.serve.client import Backend, PauseMode, Stats, Unavailable, WeightUpdate
 from glm5.serve.config import EngineConfig
@@ -39,9 +40,10 @@ from glm5.serve.gateway.pool import EnginePool
 from glm5.serve.gateway.remote import HttpEngine
 from glm5.serve.gateway.router import Router
 from glm5.serve.runner import Runner
+from glm5.serve.weights import checksums_of
 from glm5.text.tokenizer import Tokenizer
 from glm5.utils.ending import bounded, ended
-from glm5.utils.errors import UserError
+from glm5.utils.errors import CheckpointError, UserError
 from glm5.utils.listening import listen
 
 log = logging.getLogger(__name__)
@@ -65,8 +67,10 @@ class Engines:
     Args:
         engines: by name, all of one model. Those with a `start` and `stop` are started and stopped.
         in_flight: what becomes of the cache entries of requests that run during a push.
-        directory: where weights are put for engines that read them from disk (`remote`); None sends them.
+        served: the model of the one engine in this process, which copies weights where they lie.
+        directory: where weights are put for engines that read them from disk (`remote`).
         spread: sends weights to engines behind HTTP over a process group, instead.
+        dtype: of the engines' weights, to which those that are pushed are rounded.
         host: address that the gateway listens on. key: that the gateway asks for.
         patience_s: how long a push waits where no engine is left that can take it, since some may come back.
     """
@@ -76,8 +80,10 @@ class Engines:
         engines: Mapping[str, Backend],
         *,
         in_flight: InFlight = "renew",
+        served: GLM5 | None = None,
         directory: Path | None = None,
         spread: Spread | None = None,
+        dtype: torch.dtype = torch.float32,
         beat_s: float = 2.0,
         host: str = "127.0.0.1",
         key: str | None = None,
@@ -87,7 +93,7 @@ class Engines:
         self._host, self._patience_s, self.key = host, patience_s, key
         self._last: WeightUpdate | None = None  # that engines which begin anew can read
         self._pushing = asyncio.Lock()
-        self._directory, self._spread = directory, spread
+        self._served, self._directory, self._spread, self._dtype = served, directory, spread, dtype
         self.pool = EnginePool(self._engines, Router("0", silent_s=10 * beat_s), beat_s=beat_s)
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._run, name="engines", daemon=True)
@@ -101,10 +107,19 @@ class Engines:
 
     # ------------------------------------------------------------------ which
     @classmethod
-    def local(cls, model: GLM5, tokenizer: Tokenizer, config: EngineConfig, **about: Any) -> Engines:
+    def local(
+        cls,
+        model: GLM5,
+        tokenizer: Tokenizer,
+        config: EngineConfig,
+        *,
+        dtype: torch.dtype = torch.float32,
+        **about: Any,
+    ) -> Engines:
         """One engine in this process, with its own copy of the weights."""
-        served = copy.deepcopy(model).eval().requires_grad_(False)
-        return cls({"local": Runner(Engine(served, config, tokenizer), tokenizer, NAME)}, **about)
+        served = copy.deepcopy(model).eval().requires_grad_(False).to(dtype)
+        runner = Runner(Engine(served, config, tokenizer), tokenizer, NAME)
+        return cls({"local": runner}, served=served, dtype=dtype, **about)
 
     @classmethod
     def remote(
@@ -224,23 +239,46 @@ class Engines:
             UserError: no engine took them.
         """
         began = time.perf_counter()
-        update: WeightUpdate | Mapping[str, Tensor]
-        if self._spread is not None:
-            update = tensors_of(model)
-            sums = sums_of(update)
+        if self._served is not None:
+            self.call(self._copy(self._served, dict(disk_tensors(model)), version))
         else:
-            update, sums = packed(model, version)
-        if self._directory is not None:
+            self._send(rounded(model, self._dtype), version)
+        self.seconds += time.perf_counter() - began
+
+    async def _copy(self, served: GLM5, tensors: Mapping[str, Tensor], version: int) -> None:
+        """The engine in this process copies what the learner, who waits, has. No step is made until it is compared."""
+        ((name, runner),) = self._engines.items()
+        assert isinstance(runner, Runner), "it is in this process"
+        async with self._pushing:
+            try:
+                await runner.pause(self._pause)
+                await runner.update_weights(WeightUpdate("distributed", weight_version=str(version)), tensors)
+                await runner.call(lambda: require_same(dict(disk_tensors(served)), tensors, version))
+                await self.pool.confirm(str(version))
+                await runner.resume()
+            except Unavailable as error:
+                raise _nobody(version, error) from None
+            except CheckpointError:  # it rests, and nobody is sent there
+                self.pool.router.lost(name)
+                raise
+
+    def _send(self, model: GLM5, version: int) -> None:
+        """To engines behind HTTP, which tell the checksums of what they have."""
+        update: WeightUpdate | Mapping[str, Tensor]
+        if self._directory is None:
+            update = tensors_of(model)
+            sums = checksums_of(update)
+        else:
             path = self._directory / f"version-{version:08}"
             save_model(model, path, overwrite=True)
             update = WeightUpdate("disk", path=str(path.absolute()), weight_version=str(version))
+            sums = checksums_of(dict(disk_tensors(model)))
         self.call(self._push(update, version))
         require_arrived(self.call(self._checksum(version)), sums, version)
         if self._directory is not None:
             for old in self._directory.glob("version-*"):
                 if old != path:
                     shutil.rmtree(old, ignore_errors=True)
-        self.seconds += time.perf_counter() - began
 
     async def _push(self, update: WeightUpdate | Mapping[str, Tensor], version: int) -> None:
         """What is to be spread becomes an update here: no engine is being mended with what was there before."""
@@ -248,7 +286,7 @@ class Engines:
             if not isinstance(update, WeightUpdate):
                 assert self._spread is not None
                 update = self._spread.update(update, str(version))
-            self._last = None if update.source == "tensor" else update
+            self._last = update
             await self._give(self.pool, list(self._engines.values()), update)
 
     async def _give(self, backend: Backend, engines: Sequence[Backend], update: WeightUpdate) -> None:
@@ -275,9 +313,7 @@ class Engines:
                 return await self.pool.checksum()
             except Unavailable as error:
                 if time.monotonic() >= deadline:
-                    raise UserError(
-                        f"no engine confirmed weights {version}: {error}", "Look at what they say"
-                    ) from None
+                    raise _nobody(version, error) from None
             await asyncio.sleep(0.1)
 
     async def _renew(self, backend: Backend, update: WeightUpdate) -> None:
@@ -343,6 +379,10 @@ class Engines:
             found["engine/spec_accept_length"] = sum(lengths) / len(lengths)
         self._before, self._looked, self._busy, self.seconds = now, 0, 0, 0.0
         return found
+
+
+def _nobody(version: int, error: Unavailable) -> UserError:
+    return UserError(f"no engine confirmed weights {version}: {error}", "Look at what they say")
 
 
 async def _info(engine: Backend) -> dict[str, Any]:

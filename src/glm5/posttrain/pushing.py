@@ -1,37 +1,28 @@
-"""A policy's weights as one update for engines, and whether they arrived. Read next: `engines`, `rollouts`."""
+"""A policy's weights on their way to engines, and whether they arrived. Read next: `engines`, `rollouts`."""
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Mapping
 
-import safetensors.torch
 import torch
 from torch import Tensor
 
 from glm5.model.glm5 import GLM5
 from glm5.model.weights import disk_tensors
-from glm5.serve.client import WeightUpdate
-from glm5.serve.weights import checksum_of
 from glm5.utils.errors import CheckpointError
 
 Sums = Mapping[str, str]
 
 
+def rounded(model: GLM5, dtype: torch.dtype) -> GLM5:
+    """The model in a dtype: itself, or a copy."""
+    return model if model.dtype == dtype else copy.deepcopy(model).to(dtype)
+
+
 def tensors_of(model: GLM5) -> dict[str, Tensor]:
     """Copies of all tensors, the draft block's included, by their public names, on the CPU."""
     return {name: t.detach().cpu().contiguous().clone() for name, t in disk_tensors(model)}
-
-
-def packed(model: GLM5, version: int) -> tuple[WeightUpdate, Sums]:
-    """All tensors under a version, and each one's checksum by its public name."""
-    tensors = tensors_of(model)
-    data = safetensors.torch.save(tensors)
-    return WeightUpdate("tensor", tensors=(data,), weight_version=str(version)), sums_of(tensors)
-
-
-def sums_of(tensors: Mapping[str, Tensor]) -> Sums:
-    """Each one's checksum."""
-    return {name: checksum_of(t) for name, t in tensors.items()}
 
 
 def require_arrived(there: Sums, sent: Sums, version: int) -> None:
@@ -42,7 +33,7 @@ def require_arrived(there: Sums, sent: Sums, version: int) -> None:
     """
     wrong = next((name for name in sorted(sent.keys() | there.keys()) if there.get(name) != sent.get(name)), None)
     if wrong is not None:
-        raise _wrong(wrong, version)
+        raise _wrong(wrong, version, "Serve in the dtype that is sent (--engine-dtype), or start again")
 
 
 def require_same(there: Mapping[str, Tensor], sent: Mapping[str, Tensor], version: int) -> None:
@@ -53,8 +44,8 @@ def require_same(there: Mapping[str, Tensor], sent: Mapping[str, Tensor], versio
     """
     for name in sorted(sent.keys() | there.keys()):
         if name not in sent or name not in there or not torch.equal(there[name], sent[name].to(there[name].dtype)):
-            raise _wrong(name, version)
+            raise _wrong(name, version, "Start again")
 
 
-def _wrong(name: str, version: int) -> CheckpointError:
-    return CheckpointError(f"the engine's {name} is not what was sent as version {version}", "Start again")
+def _wrong(name: str, version: int, mend: str) -> CheckpointError:
+    return CheckpointError(f"the engine's {name} is not what was sent as version {version}", mend)

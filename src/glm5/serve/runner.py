@@ -220,12 +220,15 @@ class Runner:
     async def flush(self) -> bool:
         return await self.call(self._engine.flush_cache)
 
-    async def update_weights(self, update: WeightUpdate) -> None:
+    async def update_weights(self, update: WeightUpdate, received: Mapping[str, Tensor] | None = None) -> None:
         """As `Backend.update_weights`. What a group sends arrives while steps go on, and counts from one step to the
-        next; updates are made in the order in which they are asked for."""
+        next; updates are made in the order in which they are asked for.
+
+        Args:
+            received: the tensors, where they are in this process. They are copied, and may not change meanwhile.
+        """
         async with self._updating:
-            received: Mapping[str, Tensor] | None = None
-            if update.source == "distributed":
+            if update.source == "distributed" and received is None:
                 received = await self._aside(lambda: self._engine.receive_weights(update))
             await self.call(lambda: self._engine.update_weights(update, received))
 

@@ -119,9 +119,13 @@ class EnginePool:
     async def update_weights(self, update: WeightUpdate) -> None:
         """Push new weights to every engine, and leave out those that do not confirm them."""
         await self._all(lambda engine: engine.update_weights(update))
+        await self.confirm(update.weight_version)
+
+    async def confirm(self, version: str | None) -> None:
+        """Engines have been given weights of this version: leave out those that do not say so themselves."""
         await self.beat()
-        if update.weight_version is not None and (late := self.router.set_version(update.weight_version)):
-            log.warning("not at weights %s: %s", update.weight_version, ", ".join(late))
+        if version is not None and (late := self.router.set_version(version)):
+            log.warning("not at weights %s: %s", version, ", ".join(late))
 
     async def join_group(self, group: WeightGroup) -> None:
         await self._all(lambda engine: engine.join_group(group))
