@@ -17,6 +17,7 @@ import os
 import re
 import shutil
 from collections.abc import Iterable, Iterator, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -264,20 +265,28 @@ def _free_name(path: Path) -> Path:
 
 
 def write_file(path: Path, chunks: Iterable[bytes | memoryview]) -> dict[str, Any]:
-    """Write `chunks` (bytes-like) durably; returns the size and checksum of what was written."""
+    """Write `chunks` (bytes-like) durably; returns the size and checksum of what was written.
+
+    A thread hashes a chunk while it is written and the next one is made, so that two are in memory at most.
+    """
     digest, size = hashlib.sha256(), 0
-    with file_errors(path, "write"), path.open("xb") as f:
+    with file_errors(path, "write"), path.open("xb") as f, ThreadPoolExecutor(1) as hasher:
+        hashed: Future[None] | None = None
         for chunk in chunks:
+            if hashed is not None:
+                hashed.result()
+            hashed = hasher.submit(digest.update, chunk)
             f.write(chunk)
-            digest.update(chunk)
             size += memoryview(chunk).nbytes
+        if hashed is not None:
+            hashed.result()
         f.flush()
         os.fsync(f.fileno())
     return {"bytes": size, "sha256": digest.hexdigest()}
 
 
 def _write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> dict[str, Any]:
-    """Write a safetensors file, one tensor in host memory at a time, hashing on the way.
+    """Write a safetensors file, two tensors in host memory at a time, hashing on the way.
 
     The library's own writer can neither hash nor tell a full disk from other failures; its reader reads this.
     """
