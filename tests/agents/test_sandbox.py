@@ -178,11 +178,58 @@ def test_files_last_from_command_to_command_and_go_with_the_sandbox() -> None:
         box.run(["sh", "-c", "mkdir -p /app/deep/er; chmod 000 /app/deep; ln -s /tests /app/link"])
         box.clear("/app")
         assert box.run(["ls", "-A", "/app", "/tests"]).stdout == b"/app:\n\n/tests:\nd\nrun.sh\n"
+        assert box._group is not None
         groups_made = [d for d in box._group.directories if d.exists()]
         keeper = box._keeper.pid
     assert groups_made
     assert not [d for d in groups_made if d.exists()]
     assert not Path(f"/proc/{keeper}").exists()
+
+
+WEAKER = Limits(memory_bytes=200 << 20, processes=20, control_group=False)
+
+
+def test_without_a_control_group_there_is_a_sandbox_only_where_it_is_asked_for(
+    monkeypatch: pytest.MonkeyPatch, isolation: None
+) -> None:
+    monkeypatch.setattr(groups, "parents", lambda: None)
+    host.require.cache_clear()
+    try:
+        for asked in (None, Limits()):
+            with pytest.raises(SandboxError, match=r"no control group .* Limits\(control_group=False\)"):
+                Sandbox(asked)
+        with Sandbox(WEAKER) as box:
+            assert box.run(["sh", "-c", "id -un; cat /etc/shadow"]).stdout == b"agent\n"
+    finally:
+        host.require.cache_clear()
+
+
+@isolated
+def test_without_a_control_group_each_process_has_so_much_memory_and_each_command_so_many_processes() -> None:
+    with Sandbox(WEAKER) as box:
+        small = box.run(["python3", "-c", "print(len(bytearray(50 << 20)))"])
+        assert small.stdout == b"52428800\n"
+        large = box.run(["python3", "-c", "bytearray(250 << 20)"])
+        assert (large.ending, large.code) == ("exited", 1)
+        assert "MemoryError" in large.text
+        many = box.run(["sh", "-c", "for i in $(seq 100); do sleep 20 & done; jobs | wc -l"], wall_s=10)
+        assert not many.ok
+        assert b"fork" in many.stderr
+        assert box.run(["true"]).ok
+
+
+@isolated
+@pytest.mark.parametrize("limits", [Limits(), WEAKER])
+def test_closing_ends_what_runs(limits: Limits) -> None:
+    box = Sandbox(limits)
+    with ThreadPoolExecutor(1) as threads:
+        running = threads.submit(box.run, ["sh", "-c", "echo > /workspace/begun; sleep 500"], wall_s=400)
+        while box.get("/workspace/begun") is None:
+            time.sleep(0.01)
+        box.close()
+        assert not running.result(60).ok
+    with pytest.raises(SandboxError, match="closed"):
+        box.run(["true"])
 
 
 @isolated

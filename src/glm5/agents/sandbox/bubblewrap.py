@@ -99,16 +99,20 @@ class Sandbox:
             _check_source(source)
         self.cwd = cwd or (self.writable[0] if self.writable else "/tmp")  # noqa: S108
         self._closed = False
-        require()
-        disk = self.limits.disk_bytes + (RESERVE if self.apart else 0)
-        group = cgroups.make(self.limits.memory_bytes + disk, self.limits.processes + 8)
-        if group is None:
-            raise SandboxError("no control group could be made for a sandbox", "Check /sys/fs/cgroup and its limits")
-        self._group = group
+        require(self.limits.control_group)
+        self._started: set[subprocess.Popen[bytes]] = set()
+        self._group: cgroups.Group | None = None
+        if self.limits.control_group:
+            disk = self.limits.disk_bytes + (RESERVE if self.apart else 0)
+            self._group = cgroups.make(self.limits.memory_bytes + disk, self.limits.processes + 8)
+            if self._group is None:
+                what = "no control group could be made for a sandbox"
+                raise SandboxError(what, "Check /sys/fs/cgroup and its limits")
         try:
             self._keeper = self._keep()
         except BaseException:
-            self._group.remove()
+            if self._group is not None:
+                self._group.remove()
             raise
 
     def __enter__(self) -> Sandbox:
@@ -122,13 +126,21 @@ class Sandbox:
         if self._closed:
             return
         self._closed = True
-        self._group.kill()
+        if self._group is not None:
+            self._group.kill()
+        for process in list(self._started):  # all that one has started dies with it
+            process.kill()
         self._keeper.kill()
         self._keeper.wait()
         for pipe in (self._keeper.stdin, self._keeper.stdout, self._keeper.stderr):
             assert pipe is not None
             pipe.close()
-        self._group.remove()
+        if self._group is not None:
+            self._group.remove()
+
+    @property
+    def _killed(self) -> int:
+        return 0 if self._group is None else self._group.killed
 
     # ----------------------------------------------------------------------- commands
     def run(
@@ -157,7 +169,7 @@ class Sandbox:
         """
         seconds = self.limits.wall_s if wall_s is None else wall_s
         shown = self.writable if writable is None else tuple(writable)
-        killed_before = self._group.killed
+        killed_before = self._killed
         with tempfile.TemporaryFile() as status:
             start = time.monotonic()
             process = self._start(
@@ -168,11 +180,12 @@ class Sandbox:
             status.seek(0)
             child, code = _status(status.read())
             _wait_for_end(child)
-        if child is None and ending == "exited" and self._group.killed == killed_before:
+            self._started.discard(process)
+        if child is None and ending == "exited" and self._killed == killed_before:
             raise SandboxError(f"the sandbox failed: {readable(err.bytes).strip()[-300:]}", "Make another")
         verdict: Ending = ending
         if ending == "exited":
-            if self._group.killed > killed_before:
+            if self._killed > killed_before:
                 verdict = "memory"
             elif code == 128 + 24 or (code == 128 + 9 and took >= self.limits.cpu_s):  # SIGXCPU; SIGKILL if ignored
                 verdict = "cpu_time"
@@ -240,7 +253,7 @@ class Sandbox:
             filter_file.seek(0)
             line = self._line(variables, shown, read_only, cwd or self.cwd, filter_file.fileno(), status_fd)
             try:
-                return subprocess.Popen(
+                process = subprocess.Popen(
                     [*line, *command],
                     stdin=subprocess.PIPE,
                     stdout=subprocess.PIPE,
@@ -251,6 +264,10 @@ class Sandbox:
                 )
             except (OSError, ValueError) as e:  # a NUL in the command, or a line too long
                 raise SandboxError(f"the command cannot be started: {e}", "Pass long texts through stdin") from None
+        self._started.add(process)
+        if self._closed:  # meanwhile
+            process.kill()
+        return process
 
     def _keep(self) -> subprocess.Popen[bytes]:
         """Start the keeper and wait until the tmpfs is there."""
@@ -286,7 +303,9 @@ class Sandbox:
         return keeper
 
     def _join(self) -> list[str]:
-        """Words before a command that put it into the control group."""
+        """Words before a command that put it into the control group, if there is one."""
+        if self._group is None:
+            return []
         places = [f"{directory}/cgroup.procs" for directory in self._group.directories]
         script = 'n=$1; shift; while [ "$n" -gt 0 ]; do echo $$ > "$1" || exit 125; shift; n=$((n-1)); done; exec "$@"'
         return ["sh", "-c", script, "sh", str(len(places)), *places]
@@ -327,6 +346,7 @@ class Sandbox:
                 line += ["--ro-bind" if path in read_only else "--bind", place, path]
         line += ["--remount-ro", "/dev", "--remount-ro", "/", "--chdir", cwd, "--"]
         line += ["prlimit", f"--cpu={limits.cpu_s}:{limits.cpu_s + 1}", f"--fsize={limits.file_bytes}", "--core=0"]
+        line += [] if limits.control_group else [f"--as={limits.memory_bytes}"]
         return [*line, f"--nofile={limits.open_files}", f"--nproc={limits.processes}", "--"]
 
 

@@ -33,8 +33,8 @@ def unprivileged() -> list[str]:
 
 
 @cache
-def require() -> None:
-    """Find out, once, whether a sandbox can be had.
+def require(control_group: bool = True) -> None:
+    """Find out, once, whether a sandbox can be had; without `control_group`, whether the weaker one can.
 
     Raises:
         SandboxError: it cannot; what is missing, and the mend.
@@ -58,10 +58,11 @@ def require() -> None:
             "Raise user.max_user_namespaces, set kernel.unprivileged_userns_clone=1 and "
             "kernel.apparmor_restrict_unprivileged_userns=0 where the kernel has them; in a container, let it unshare",
         )
-    if cgroups.parents() is None:
+    if control_group and cgroups.parents() is None:
         raise SandboxError(
             "no sandbox: no control group can be made here, so nothing bounds the memory of all processes together",
-            "Run as root, or within systemd-run --user --scope -p Delegate=yes",
+            "Run as root, or within systemd-run --user --scope -p Delegate=yes; or ask for the weaker bounds of "
+            "Limits(control_group=False)",
         )
 
 

@@ -53,7 +53,7 @@ class InSandbox:
 
     def require(self) -> None:
         """Raises SandboxError where there is no sandbox."""
-        require()
+        require(self.limits.control_group)
 
     def open(self, task: Task) -> Place:
         """Lay a task out. Raises SandboxError, or UserError where its Dockerfile cannot be followed."""
