@@ -479,6 +479,32 @@ def test_memory_is_released_and_taken_again(
     engine.close()
 
 
+@pytest.mark.parametrize("where", ["weights", "pages"])
+def test_memory_that_is_not_there_is_taken_wholly_or_not_at_all(where: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = Engine(agreeable(0).eval(), replace(SMALL, drafts=1))
+    tags = ("weights", "kv_cache")
+    engine.release_memory(tags)
+    with monkeypatch.context() as faults:
+        if where == "pages":
+            faults.setattr(engine.cache.hidden, "zero_", _no_room)  # after all others
+        else:
+            faults.setattr(list(engine.model.parameters())[-1], "new_empty_strided", _no_room)
+        for _ in range(2):
+            with pytest.raises(UserError, match="out of memory"):
+                engine.resume_memory(tags)
+            assert held(engine) == 0
+            assert "kv_cache, weights is released" in (engine.resting or "")
+    assert engine.resume_memory(("weights",)) == ("weights",)
+    assert engine.resume_memory(tags) == ("kv_cache",)
+    assert engine.resume_memory(tags) == ()
+    engine.update_weights(WeightUpdate("tensor", tensors=(save(dict(disk_tensors(agreeable(0)))),)))
+    assert run(engine, [[5, 6, 7]])[0].ids == run(Engine(agreeable(0).eval(), SMALL), [[5, 6, 7]])[0].ids
+
+
+def _no_room(*_: Any, **__: Any) -> Any:
+    raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
+
+
 # --------------------------------------------------------------------------- what else is asked
 def test_prompt_logprobs(model: GLM5, prompts: list[list[int]]) -> None:
     ids = prompts[-1]

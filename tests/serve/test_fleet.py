@@ -8,6 +8,7 @@ import random
 import threading
 from contextlib import suppress
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,7 @@ from glm5.model.generate import generate
 from glm5.model.glm5 import GLM5
 from glm5.model.weights import save_model
 from glm5.serve import transfer
-from glm5.serve.client import Unavailable, WeightUpdate
+from glm5.serve.client import Unavailable, WeightGroup, WeightUpdate
 from glm5.serve.engine import Engine
 from glm5.serve.llm import Answer
 from glm5.serve.prefix import page_keys
@@ -586,6 +587,83 @@ def test_a_worker_with_other_weights_waits_for_an_update(
             asked = [Request([7 + i] * 80, GREEDY) for i in range(6)]
             assert [a.weight_version for a in await c.all(asked)] == ["2"] * 6
             assert late.engine.tree.queries
+
+    play(test)
+
+
+def _full(*_: Any, **__: Any) -> None:
+    raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
+
+
+def test_memory_of_all_workers_or_of_none(model: GLM5, tmp_path: Path) -> None:
+    """One worker has a request, then one has no room to come back: the others are as they were."""
+    save_model(model, tmp_path / "same")
+    own = {i: agreeable(0, vocab_size=chat_tokenizer().vocab_size).eval() for i in range(3)}
+    prompt, tags = [7] * 80, ("weights", "kv_cache", "cuda_graph")
+
+    async def test() -> None:
+        async with cluster(model, tmp_path, "ddd", models=own) as c:
+            engines = [worker.engine for worker in c.decode]
+            want = expected(model, [prompt])[0]
+            slow = Slow(c.decode[0], 3)
+            stream = await c.decode[0].runner.generate(Request(prompt, replace(GREEDY, max_new_tokens=100)))
+            await slow.wait()
+            releasing = asyncio.ensure_future(c.fleet.release_memory(tags))
+            await asyncio.sleep(0)
+            slow.open.set()
+            with pytest.raises(UserError, match="1 requests run"):
+                await releasing
+            assert not any(engine._released for engine in engines)
+            assert not c.fleet.paused
+            await stream.aclose()
+            asked = [Request([7 + i, *prompt], GREEDY) for i in range(6)]
+            assert len(await c.all(asked)) == 6  # all go on
+            await c.fleet.pause("retract")
+            await c.fleet.release_memory(tags)
+            assert all(engine._released == set(tags) for engine in engines)
+
+            resume, engines[1].executor.resume = engines[1].executor.resume, _full  # type: ignore[method-assign]
+            for some in (("weights", "kv_cache"), ("kv_cache",), tags):
+                with pytest.raises(UserError, match=r"out of memory.*resume again"):
+                    await c.fleet.resume_memory(some)
+                assert all(engine._released == set(tags) for engine in engines)
+                assert all(engine.cache.hidden.untyped_storage().nbytes() == 0 for engine in engines)
+                assert all(p.numel() == 0 for engine in engines for p in engine.model.parameters())
+            engines[1].executor.resume = resume  # type: ignore[method-assign]
+            await c.fleet.resume_memory(tags)
+            await c.fleet.update_weights(WeightUpdate("disk", path=str(tmp_path / "same")))
+            assert c.fleet.paused
+            await c.fleet.resume()
+            for _ in engines:
+                assert (await c.answer(Request(prompt, GREEDY)))[0].ids == want
+
+    play(test)
+
+
+def test_a_group_that_one_worker_cannot_join_is_left_by_all(model: GLM5, tmp_path: Path) -> None:
+    """They would wait for each other."""
+    asked: list[tuple[str, int]] = []
+
+    async def test() -> None:
+        async with cluster(model, tmp_path, "pdd") as c:
+            left = {w.name: threading.Event() for w in c.workers}
+
+            def join(worker: Worker, group: WeightGroup) -> None:
+                asked.append((worker.name, group.rank_offset))
+                if group.rank_offset == 3 and group.group_name == "broken":
+                    raise UserError("cannot join broken", "Check address, ranks and size")
+                if group.group_name == "broken":
+                    assert left[worker.name].wait(60)
+                    raise UserError("joining broken was given up", "Join it again")
+
+            for worker in c.workers:
+                worker.engine.join_group = partial(join, worker)  # type: ignore[method-assign]
+                worker.engine.leave_group = lambda name, worker=worker: left[worker.name].set()  # type: ignore[misc]
+            with pytest.raises(UserError, match="cannot join broken"):
+                await c.fleet.join_group(WeightGroup("127.0.0.1", 1, 1, 4, "broken"))
+            assert [left[w.name].is_set() for w in c.workers] == [True, True, False]
+            await c.fleet.join_group(WeightGroup("127.0.0.1", 1, 1, 4, "good"))
+            assert sorted(rank for _, rank in asked[3:]) == [1, 2, 3]
 
     play(test)
 

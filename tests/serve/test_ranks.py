@@ -20,6 +20,7 @@ from safetensors.torch import save
 from glm5.kernels.cpu.build import available
 from glm5.model.generate import generate
 from glm5.model.glm5 import GLM5
+from glm5.model.paged import PagedCache
 from glm5.model.weights import disk_tensors, load_model, save_model
 from glm5.parallel.inference import Share, check
 from glm5.parallel.mesh import Mesh, World
@@ -32,6 +33,7 @@ from glm5.serve.lockstep import RankLost
 from glm5.serve.ranks import Leader, LedWeights, Member
 from glm5.serve.request import Request, SamplingParams
 from glm5.serve.split import SplitBatch
+from glm5.serve.weights import WeightSource
 from glm5.utils.errors import ConfigError, UserError
 from support.cluster import cluster, play
 from support.drafting import agreeable
@@ -132,9 +134,25 @@ def _lead(world: World, checkpoint: str, lead: Callable[[Leader], Any]) -> Any:
     return found, pages, sum(p.numel() for p in member.model.parameters())
 
 
+def _once_without_room(kind: Any) -> None:
+    """The first `resume` of the class finds no memory."""
+    resume, left = kind.resume, [1]
+
+    def fails(one: Any) -> None:
+        if left:
+            left.clear()
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
+        resume(one)
+
+    kind.resume = fails
+
+
 # --------------------------------------------------------------------------- tensor parallel
 def _tensor_parallel(world: World, checkpoints: list[str]) -> Any:
     lockstep.TICK_SECONDS = 0.05
+    if world.rank:
+        for kind in (WeightSource, PagedCache):
+            _once_without_room(kind)
 
     def lead(leader: Leader) -> dict[str, Any]:
         time.sleep(0.2)  # the follower hears of its leader meanwhile
@@ -154,6 +172,12 @@ def _tensor_parallel(world: World, checkpoints: list[str]) -> Any:
         found["back"] = answers(engine, prompts())
         engine.release_memory(("weights", "kv_cache"))
         assert engine.resting is not None
+        for _ in ("weights", "pages"):  # which the follower has no room for at first
+            with pytest.raises(UserError, match=r"out of memory.*resume again"):
+                engine.resume_memory(("weights", "kv_cache"))
+            assert "kv_cache, weights is released" in (engine.resting or "")
+            assert not any(p.numel() for p in leader.model.parameters())
+            assert engine.cache.hidden.untyped_storage().nbytes() == 0
         engine.resume_memory(("weights", "kv_cache"))
         assert "weights have not come" in (engine.resting or "")
         engine.update_weights(WeightUpdate("disk", path=checkpoints[0]))

@@ -6,11 +6,16 @@ import asyncio
 import socket
 import subprocess
 import sys
+import threading
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from glm5.model.weights import disk_tensors
+from glm5.serve import weights
 from glm5.serve.client import WeightGroup, WeightUpdate
 from glm5.serve.config import EngineConfig
 from glm5.serve.engine import Engine
@@ -53,7 +58,7 @@ def test_a_trainer_sends_its_weights() -> None:
     try:
         engine = Engine(tiny_model(0).eval(), EngineConfig(pages=4, context=128))
         engine.join_group(WeightGroup("127.0.0.1", port, 1, 2, "trainer", "gloo"))
-        with pytest.raises(UserError, match="joined already"):
+        with pytest.raises(UserError, match="is in use"):
             engine.join_group(WeightGroup("127.0.0.1", port, 1, 2, "trainer", "gloo"))
         sent = dict(disk_tensors(tiny_model(1)))
         names = tuple(sent)
@@ -133,7 +138,7 @@ def test_answers_go_on_while_a_group_is_joined_and_while_it_sends() -> None:
                 before = await ids(runner, asked[0])  # nobody is there to be joined
                 assert not joining.done()
                 with pytest.raises(UserError, match="not joined yet"):
-                    await runner.leave_group("trainer")
+                    await runner.update_weights(update)
                 sender = start_sender(port, LATE)
                 await joining
                 updating = asyncio.create_task(runner.update_weights(update))
@@ -159,11 +164,13 @@ def test_answers_go_on_while_a_group_is_joined_and_while_it_sends() -> None:
 
 def test_a_sender_that_goes_is_an_error_and_the_weights_stay() -> None:
     port = free_port()
-    sender = start_sender(port, LATE.partition("sys.stdin")[0])  # it joins, and is gone
+    sender = start_sender(port, LATE.partition("for name")[0])  # it joins, and is gone when it is told to send
     try:
         engine = Engine(tiny_model(0).eval(), EngineConfig(pages=4, context=128))
         engine.join_group(WeightGroup("127.0.0.1", port, 1, 2, "trainer", "gloo"))
         before = engine.checksum()
+        _, said = sender.communicate("\n", timeout=60)
+        assert sender.returncode == 0, said
         names = ("model.norm.weight",)
         shape = (engine.model.config.hidden_size,)
         update = WeightUpdate(
@@ -174,16 +181,60 @@ def test_a_sender_that_goes_is_an_error_and_the_weights_stay() -> None:
         assert (engine.checksum(), engine.weight_version) == (before, "0")
         engine.leave_group("trainer")
     finally:
-        _, said = sender.communicate(timeout=60)
-    assert sender.returncode == 0, said
+        sender.kill()
+        sender.wait()
 
 
 def test_a_group_that_nobody_opens(monkeypatch: pytest.MonkeyPatch) -> None:
-    from datetime import timedelta
+    """It fails in bounded time, and its name is free again."""
+    monkeypatch.setattr(weights, "REACH_SECONDS", 0.5)
+    source = weights.WeightSource(tiny_model(0).eval())
+    for address in ("127.0.0.1", "no-such-host.invalid"):
+        for _ in range(2):
+            with pytest.raises(UserError, match=f"cannot join trainer at {address}"):
+                source.join(WeightGroup(address, free_port(), 1, 2, "trainer", "gloo"))
 
-    from glm5.serve import weights
 
-    monkeypatch.setattr(weights, "JOIN_TIMEOUT", timedelta(seconds=1))
-    engine = Engine(tiny_model(0).eval(), EngineConfig(pages=4, context=128))
-    with pytest.raises(UserError, match=r"cannot join trainer at tcp://127\.0\.0\.1"):
-        engine.join_group(WeightGroup("127.0.0.1", free_port(), 1, 2, "trainer", "gloo"))
+@pytest.mark.parametrize("listens", [False, True], ids=["nobody", "not all come"])
+def test_a_group_that_is_given_up_while_it_is_joined(listens: bool) -> None:
+    """Whoever waits for it is told at once, also where torch itself waits on, and the name is free again."""
+    source = weights.WeightSource(tiny_model(0).eval())
+    with ThreadPoolExecutor(1) as pool:
+        for _ in range(2):
+            store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False) if listens else None
+            port = free_port() if store is None else store.port
+            joining = pool.submit(source.join, WeightGroup("127.0.0.1", port, 1, 2, "trainer", "gloo"))
+            while "trainer" not in source._groups or (store is not None and store.num_keys() == 0):
+                assert not joining.done()
+            with pytest.raises(UserError, match="not joined yet"):
+                source.receive(WeightUpdate("distributed", group_name="trainer"))
+            source.leave("trainer")
+            with pytest.raises(UserError, match="given up"):
+                joining.result(timeout=60)
+    with pytest.raises(UserError, match="was not joined"):
+        source.leave("trainer")
+
+
+def test_a_group_that_is_there_after_it_was_given_up_is_left(monkeypatch: pytest.MonkeyPatch) -> None:
+    may_join, left = threading.Event(), threading.Event()
+
+    class Late:
+        def __init__(self, group: WeightGroup, given_up: Callable[[], bool]) -> None:
+            assert may_join.wait(60)
+            assert given_up()
+
+        def leave(self) -> None:
+            left.set()
+
+    monkeypatch.setattr(weights, "Joined", Late)
+    source = weights.WeightSource(tiny_model(0).eval())
+    with ThreadPoolExecutor(1) as pool:
+        joining = pool.submit(source.join, WeightGroup("127.0.0.1", 1, 1, 2, "trainer", "gloo"))
+        while "trainer" not in source._groups:
+            assert not joining.done()
+        source.leave("trainer")
+        with pytest.raises(UserError, match="given up"):
+            joining.result(timeout=60)
+    assert not left.is_set()
+    may_join.set()
+    assert left.wait(60)

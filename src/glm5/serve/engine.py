@@ -39,7 +39,7 @@ from glm5.serve.sampler import Chosen, Sampler
 from glm5.serve.scheduler import Scheduler
 from glm5.serve.sequence import Outcome, Plan, Sequence
 from glm5.serve.transfer import PageBytes
-from glm5.serve.weights import WeightSource
+from glm5.serve.weights import WeightSource, no_memory
 from glm5.text.tokenizer import Tokenizer
 from glm5.utils.errors import ConfigError, UserError
 
@@ -403,25 +403,49 @@ class Engine:
         """
         self._untold += self._land()
         self.lending.end_loads()
-        if self.scheduler.running or any(self.pool.device.pins):
-            what = f"{len(self.scheduler.running)} requests run, or their pages are being fetched"
-            raise UserError(what, "Abort them, or pause with mode retract, before memory is released")
+        self.may_release()
         self.tree.flush()
         if "weights" in tags:
             self._weights.release()
         self.executor.release(pages="kv_cache" in tags)
         self._released |= set(tags)
 
-    def resume_memory(self, tags: tuple[str, ...]) -> None:
-        """Take memory again. Resumed weights must come, all of them, before anything runs. What was not released is no
-        error."""
+    def may_release(self) -> None:
+        """Refuse what `release_memory` would refuse. It stays as it is while no step is made.
+
+        Raises:
+            UserError: requests run, or other workers fetch pages.
+        """
+        if self.scheduler.running or any(self.pool.device.pins):
+            what = f"{len(self.scheduler.running)} requests run, or their pages are being fetched"
+            raise UserError(what, "Abort them, or pause with mode retract, before memory is released")
+
+    def resume_memory(self, tags: tuple[str, ...]) -> tuple[str, ...]:
+        """Take memory again, all of it or none. Resumed weights must come, all of them, before anything runs.
+
+        Returns:
+            What was taken. What was not released is no error.
+
+        Raises:
+            UserError: there is not so much memory.
+        """
         back = self._released.intersection(tags)
-        if "weights" in back:
-            self._weights.resume()
-        left = self._released - back
-        self.executor.resume(pages="kv_cache" in back, record=bool(back) and not left)
+        left, weights = self._released - back, "weights" in back
+        try:
+            if weights:
+                self._weights.resume()
+            self.executor.resume(pages="kv_cache" in back, record=bool(back) and not left)
+        except (RuntimeError, UserError) as error:
+            told = no_memory(error)
+            if told is None:
+                raise
+            if weights:
+                self._weights.release()
+            self.executor.release(pages="kv_cache" in back)
+            raise told from None
         self._released = left
         self._go_on()
+        return tuple(sorted(back))
 
     def stats(self) -> Stats:
         """A snapshot for the metrics."""

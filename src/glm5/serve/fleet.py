@@ -23,8 +23,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Coroutine, Iterable
-from contextlib import suppress
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterable
+from contextlib import asynccontextmanager, suppress
 from dataclasses import replace
 from typing import Any
 from zlib import crc32
@@ -59,6 +59,7 @@ class Fleet:
         self._stale: set[Remote] = set()
         self._version = "0"
         self._paused: PauseMode | None = None
+        self._memory = asyncio.Lock()
         self._may_begin = asyncio.Event()
         self._may_begin.set()
 
@@ -312,10 +313,17 @@ class Fleet:
         _results(results)
 
     async def join_group(self, group: WeightGroup) -> None:
-        """Worker i joins as rank `rank_offset` + i, prefill workers first."""
-        each = [replace(group, rank_offset=group.rank_offset + i) for i in range(len(self._here()))]
-        calls = (w.call("join_group", one) for w, one in zip(self._here(), each, strict=True))
-        _results(await asyncio.gather(*calls, return_exceptions=True))
+        """Worker i joins as rank `rank_offset` + i, prefill workers first: all, or none, since they wait for each
+        other."""
+        each = {w: replace(group, rank_offset=group.rank_offset + i) for i, w in enumerate(self._here())}
+        joining = {w: asyncio.ensure_future(w.call("join_group", one)) for w, one in each.items()}
+        await asyncio.wait(joining.values(), return_when=asyncio.FIRST_EXCEPTION)
+        error = next((e for task in joining.values() if task.done() and (e := task.exception())), None)
+        if error is not None:
+            others = [w for w, task in joining.items() if not task.done() or task.exception() is None]
+            leaving = (w.call("leave_group", group.group_name) for w in others)
+            await asyncio.gather(*leaving, *joining.values(), return_exceptions=True)
+            raise error
 
     async def leave_group(self, group_name: str) -> None:
         await self._all("leave_group", group_name)
@@ -332,10 +340,35 @@ class Fleet:
         return dict(first)
 
     async def release_memory(self, tags: tuple[str, ...]) -> None:
-        await self._all("release_memory", tags)
+        """As `Backend.release_memory`: all are asked first, and none makes a step in between."""
+        async with self._still():
+            await self._all("may_release")
+            await self._all("release_memory", tags)
 
     async def resume_memory(self, tags: tuple[str, ...]) -> None:
-        await self._all("resume_memory", tags)
+        """As `Backend.resume_memory`: where one has not so much, the others give back what they took."""
+        async with self._still():
+            workers = self._here()
+            calls = (w.call("resume_memory", tags) for w in workers)
+            taken = dict(zip(workers, await asyncio.gather(*calls, return_exceptions=True), strict=True))
+            if any(isinstance(one, BaseException) for one in taken.values()):
+                back = [w.call("release_memory", one) for w, one in taken.items() if isinstance(one, list) and one]
+                await asyncio.gather(*back, return_exceptions=True)
+            _results(taken.values())
+
+    @asynccontextmanager
+    async def _still(self) -> AsyncIterator[None]:
+        """Inside it no worker makes a step, and nobody else is here."""
+        async with self._memory:
+            await asyncio.gather(*self._behind)
+            held = self._paused is None
+            if held:
+                await self._all("pause", "keep")
+            try:
+                yield
+            finally:
+                if held and self._paused is None:
+                    await self._all("resume")
 
 
 class _Open:

@@ -42,7 +42,7 @@ from glm5.serve.lockstep import Kind, Lockstep, Size
 from glm5.serve.rank_graphs import LedGraphs, Recordings
 from glm5.serve.split import SplitBatch
 from glm5.serve.transfer import PageBytes
-from glm5.serve.weights import WeightSource
+from glm5.serve.weights import WeightSource, no_memory
 from glm5.utils.errors import CheckpointError, UserError
 
 # Without a word from its leader, after which a follower gives up; it hears one every `lockstep.TICK_SECONDS`.
@@ -142,8 +142,8 @@ class Member:
         PagedCache.release(self._cache)
 
     def resume_pages(self) -> None:
-        """See `PagedCache.resume`."""
-        PagedCache.resume(self._cache)
+        """See `PagedCache.resume`: on all ranks of the engine, or on none."""
+        self._take(lambda: PagedCache.resume(self._cache), lambda: PagedCache.release(self._cache), self.control)
 
     def fill(self, page: int, sent: Tensor | None = None) -> None:
         """Write a page that came from another worker, uint8; the leader sends it."""
@@ -279,24 +279,44 @@ class Member:
         assign_tensors(self.model, parts)
         self.model.forget_joined()
 
-    def agree(self, problem: UserError | None) -> None:
-        """Raise the first problem of all ranks that hold parts of one model, on each of them."""
-        found: list[Any] = [None] * self.peers.size()
+    def agree(self, problem: UserError | None, group: dist.ProcessGroup | None = None) -> None:
+        """Raise the first problem of all ranks of a group, or of all that hold parts of one model, on each of them."""
+        group = group or self.peers
+        found: list[Any] = [None] * group.size()
         told = None if problem is None else (problem.what, problem.mend)
-        dist.all_gather_object(found, told, group=self.peers)
+        dist.all_gather_object(found, told, group=group)
         for one in found:
             if one is not None:
-                raise CheckpointError(*one)
+                raise UserError(*one)
+
+    def _take(self, take: Callable[[], None], give_back: Callable[[], None], group: dist.ProcessGroup) -> None:
+        """Take memory on all ranks of a group, or on none."""
+        problem: UserError | None = None
+        try:
+            take()
+        except RuntimeError as error:
+            problem = no_memory(error)
+            if problem is None:
+                raise
+        try:
+            self.agree(problem, group)
+        except UserError:
+            give_back()
+            raise
 
     def release_weights(self) -> None:
         """See `WeightSource.release`."""
         self._store.release()
 
     def resume_weights(self) -> None:
-        """See `WeightSource.resume`."""
-        self._store.resume()
-        if self.model.device.type == "cuda":
-            self.model.lay_out()
+        """See `WeightSource.resume`: on all ranks that hold parts of one model, or on none."""
+
+        def take() -> None:
+            self._store.resume()
+            if self.model.device.type == "cuda":
+                self.model.lay_out()
+
+        self._take(take, self._store.release, self.peers)
 
     @torch.no_grad()
     def whole(self, name: str) -> Tensor:

@@ -80,7 +80,8 @@ class Engine(Protocol):
     def leave_group(self, group_name: str) -> None: ...
     def checksum(self) -> dict[str, str]: ...
     def release_memory(self, tags: tuple[str, ...]) -> None: ...
-    def resume_memory(self, tags: tuple[str, ...]) -> None: ...
+    def may_release(self) -> None: ...
+    def resume_memory(self, tags: tuple[str, ...]) -> tuple[str, ...]: ...
     def stats(self) -> Stats: ...
     def info(self) -> dict[str, Any]: ...
 
@@ -244,8 +245,16 @@ class Runner:
     async def release_memory(self, tags: tuple[str, ...]) -> None:
         await self.call(lambda: self._engine.release_memory(tags))
 
+    async def may_release(self) -> None:
+        """See `Engine.may_release`."""
+        await self.call(self._engine.may_release)
+
     async def resume_memory(self, tags: tuple[str, ...]) -> None:
-        await self.call(lambda: self._engine.resume_memory(tags))
+        await self.take_memory(tags)
+
+    async def take_memory(self, tags: tuple[str, ...]) -> tuple[str, ...]:
+        """As `resume_memory`; what was taken."""
+        return await self.call(lambda: self._engine.resume_memory(tags))
 
     async def check(self, request: Request) -> int:
         """See `Engine.check`."""

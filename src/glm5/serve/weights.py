@@ -11,9 +11,11 @@ from __future__ import annotations
 import atexit
 import hashlib
 import os
+import socket
 import threading
-from collections.abc import Iterable, Iterator, Mapping
-from concurrent.futures import ThreadPoolExecutor
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
@@ -27,11 +29,21 @@ from torch import Tensor
 from glm5.model.glm5 import GLM5
 from glm5.model.weights import assign_tensors, disk_tensors, load_model, public_tensors
 from glm5.serve.client import WeightGroup, WeightUpdate
-from glm5.utils.errors import CheckpointError, UserError
+from glm5.utils.errors import CheckpointError, UserError, out_of_memory
 
 JOIN_TIMEOUT = timedelta(minutes=5)
+# How long rank 0 may take to listen: it may begin to join a little later than the engines that it asks.
+REACH_SECONDS = 60.0
 HASHERS = 8  # threads
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+
+def no_memory(error: BaseException) -> UserError | None:
+    """What to tell of memory that could not be taken again; None for an error of another kind."""
+    if isinstance(error, UserError):
+        return error
+    told = out_of_memory(error)
+    return None if told is None else UserError(told.what, "Free some of the device's, and resume again")
 
 
 def checksum_of(tensor: Tensor) -> str:
@@ -61,7 +73,7 @@ class WeightSource:
         self.missing: set[str] = set()
         self.released = False
         self._forms: list[tuple[Tensor, tuple[int, ...], tuple[int, ...]]] = []
-        self._groups: dict[str, Joined | None] = {}  # None: it is being joined
+        self._groups: dict[str, Future[Joined]] = {}
         self._changing = threading.Lock()  # the table of groups
 
     def apply(self, update: WeightUpdate, received: Mapping[str, Tensor] | None = None) -> None:
@@ -107,9 +119,18 @@ class WeightSource:
         self.released = True
 
     def resume(self) -> None:
-        """Take the memory again. It holds NaN until the weights come."""
-        for tensor, shape, stride in self._forms:
-            tensor.data = tensor.new_empty_strided(shape, stride).fill_(torch.nan)
+        """Take the memory again, all or none. It holds NaN until the weights come.
+
+        Raises:
+            RuntimeError: there is not enough.
+        """
+        try:
+            for tensor, shape, stride in self._forms:
+                tensor.data = tensor.new_empty_strided(shape, stride).fill_(torch.nan)
+        except RuntimeError:
+            for tensor, *_ in self._forms:
+                tensor.data = tensor.new_empty(0)
+            raise
         self._forms.clear()
         self.released = False
 
@@ -144,44 +165,52 @@ class WeightSource:
         """Join a group as rank `rank_offset`. Returns when all its ranks are there.
 
         Raises:
-            UserError: the name is in use, or the others did not come.
+            UserError: the name is in use, the others did not come, or `leave` was called meanwhile.
         """
-        name = group.group_name
+        name, joining = group.group_name, Future[Joined]()
         with self._changing:
             if name in self._groups:
-                raise UserError(f"group_name={name!r} is joined already", "Leave it first, or use another name")
-            self._groups[name] = None
-        member: Joined | None = None
+                raise UserError(f"group_name={name!r} is in use", "Leave it first, or use another name")
+            self._groups[name] = joining
+        # What torch waits in cannot be called off: a thread of its own may wait to its end, and nobody waits for it.
+        threading.Thread(target=_join, args=(group, joining), name="join", daemon=True).start()
         try:
-            member = Joined(group)
-        finally:
-            with self._changing:
-                if member is None:
-                    del self._groups[name]
-                else:
-                    self._groups[name] = member
+            joining.result()
+        except CancelledError:
+            raise UserError(f"joining {name} was given up", "Join it again, over another port of rank 0") from None
+        except UserError:
+            self._forget(name, joining)
+            raise
 
     def leave(self, name: str) -> None:
-        """Leave a group, when the tensors that are on their way have come.
+        """Leave a group, when the tensors that are on their way have come. One that is still being joined is given up.
 
         Raises:
             UserError: it was not joined.
         """
-        group = self._group(name)
-        with group.busy:
-            group.leave()
         with self._changing:
-            if self._groups.get(name) is group:
+            joining = self._groups.get(name)
+        if joining is None or not joining.cancel():
+            member = self._group(name)
+            with member.busy:
+                member.leave()
+        if joining is not None:
+            self._forget(name, joining)
+
+    def _forget(self, name: str, joining: Future[Joined]) -> None:
+        """The name may be used again, unless that has happened already."""
+        with self._changing:
+            if self._groups.get(name) is joining:
                 del self._groups[name]
 
     def _group(self, name: str) -> Joined:
         with self._changing:
-            if name not in self._groups:
-                raise UserError(f"group_name={name!r} was not joined", "Join it with /init_weights_update_group")
-            group = self._groups[name]
-        if group is None:
+            joining = self._groups.get(name)
+        if joining is None:
+            raise UserError(f"group_name={name!r} was not joined", "Join it with /init_weights_update_group")
+        if not joining.done():
             raise UserError(f"group_name={name!r} is not joined yet", "Wait until /init_weights_update_group answers")
-        return group
+        return joining.result()
 
     def receive(self, update: WeightUpdate) -> dict[str, Tensor]:
         """The tensors that a group sends for this update. Every one is received, whatever it is, so that sender and
@@ -224,6 +253,22 @@ def _beside_steps(device: torch.device, received: dict[str, Tensor]) -> Iterator
         tensor.record_stream(user)
 
 
+def _join(group: WeightGroup, joining: Future[Joined]) -> None:
+    """Join a group in this thread, and say so, unless it was given up meanwhile."""
+    member, problem = None, None
+    try:
+        member = Joined(group, given_up=joining.cancelled)
+    except Exception as error:
+        problem = error
+    if not joining.set_running_or_notify_cancel():
+        if member is not None:
+            member.leave()
+    elif member is not None:
+        joining.set_result(member)
+    else:
+        joining.set_exception(problem)
+
+
 class Joined:
     """A member of a group that is nobody's default group, so that trainer and engine keep worlds of their own.
 
@@ -231,6 +276,7 @@ class Joined:
 
     Args:
         group: where its ranks meet. Returns when all are there.
+        given_up: asked while rank 0 does not listen yet: whether to wait no longer.
 
     Attributes:
         busy: held while tensors are received, so that updates do not mix.
@@ -239,17 +285,16 @@ class Joined:
         UserError: the others did not come in time, or the address is not to be reached.
     """
 
-    def __init__(self, group: WeightGroup) -> None:
+    def __init__(self, group: WeightGroup, given_up: Callable[[], bool] = lambda: False) -> None:
         from torch.distributed import distributed_c10d as c10d
 
         self.busy = threading.Lock()
-
-        address = f"tcp://{group.master_address}:{group.master_port}"
+        host, port, rank, size = group.master_address, group.master_port, group.rank_offset, group.world_size
         try:
-            store, rank, size = next(
-                c10d.rendezvous(address, group.rank_offset, group.world_size, timeout=JOIN_TIMEOUT)
-            )
-            store.set_timeout(JOIN_TIMEOUT)
+            if rank:
+                _reach(host, port, given_up)
+            # Not by `rendezvous`: under torchrun that would make rank 0 a client of torchrun's store.
+            store = dist.TCPStore(host, port, size, is_master=rank == 0, timeout=JOIN_TIMEOUT, multi_tenant=True)
             made, _ = c10d._new_process_group_helper(
                 size,
                 rank,
@@ -260,9 +305,8 @@ class Joined:
                 timeout=JOIN_TIMEOUT,
             )
         except (RuntimeError, ValueError, OSError) as error:
-            raise UserError(
-                f"cannot join {group.group_name} at {address}: {error}", "Check address, ranks and size"
-            ) from None
+            what = f"cannot join {group.group_name} at {host}:{port}: {str(error).partition(chr(10))[0]}"
+            raise UserError(what, "Check address, ranks and size") from None
         assert isinstance(made, dist.ProcessGroup)
         c10d._world.pg_group_ranks[made] = {i: i for i in range(size)}
         self._group: dist.ProcessGroup | None = made
@@ -280,6 +324,25 @@ class Joined:
         if self._group is not None:
             dist.destroy_process_group(self._group)
             self._group = None
+
+
+def _reach(host: str, port: int, given_up: Callable[[], bool]) -> None:
+    """Wait until somebody listens there, for a bounded time: torch itself would try for minutes, whatever is said.
+
+    Raises:
+        OSError: nobody does.
+    """
+    end = time.monotonic() + REACH_SECONDS
+    while True:
+        try:
+            socket.create_connection((host, port), timeout=5.0).close()
+            return
+        except socket.gaierror:  # there is no such host
+            raise
+        except OSError:
+            if given_up() or time.monotonic() > end:
+                raise
+        time.sleep(0.1)
 
 
 def unpacked(update: WeightUpdate) -> dict[str, Tensor]:
