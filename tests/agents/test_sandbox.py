@@ -121,6 +121,11 @@ def test_control_groups_of_both_versions_are_found(tmp_path: Path) -> None:
         (directory / "cgroup.subtree_control").write_text(kinds)
         (directory / "cgroup.procs").touch()
     assert groups.parents(tmp_path / "two", own) == ((two.parent,), True)
+    own.write_text("0::/user/job/deep/deeper\n")
+    (two / "deep/deeper").mkdir(parents=True)
+    assert groups.parents(tmp_path / "two", own) == ((two.parent,), True)
+    own.write_text("0::/\n")
+    assert groups.parents(tmp_path / "two", own) is None
 
 
 @pytest.mark.parametrize("path", ["workspace", "/", "/usr/x", "/a/../etc", "/proc"])

@@ -1,8 +1,9 @@
 """Control groups: memory and processes of a whole tree, counted by the kernel. Both versions.
 
 Version 1 has a hierarchy for each kind, version 2 one for all. A group is made below the one that this process is in
-(or its parent, where version 2 lets no process live beside groups), which must be writable: as root it is, and for a
-user after `systemd-run --user --scope -p Delegate=yes`. Read next: `bubblewrap`.
+(or the nearest above it that hands memory and processes on, since version 2 lets no process live beside groups), which
+must be writable: as root it is, and for a user after `systemd-run --user --scope -p Delegate=yes`. Read next:
+`bubblewrap`.
 """
 
 from __future__ import annotations
@@ -76,7 +77,7 @@ def parents(root: Path = _ROOT, own: Path = Path("/proc/self/cgroup")) -> tuple[
     if len(ones) == len(_KINDS):
         return tuple(ones), False
     here = root / places.get("", "/").lstrip("/")
-    for there in (here, here.parent):
+    for there in (here, *(above for above in here.parents if above.is_relative_to(root))):
         given = " ".join(_lines(there / "cgroup.subtree_control")).split()
         if set(_KINDS) <= set(given) and os.access(there, os.W_OK) and os.access(there / "cgroup.procs", os.W_OK):
             return (there,), True
