@@ -108,6 +108,28 @@ def test_no_bit_depends_on_what_runs_beside(way: str, model: GLM5, alone: Bits) 
     engine.close()
 
 
+def test_no_bit_is_lost_in_host_memory_or_by_preemption(model: GLM5, alone: Bits) -> None:
+    """Pages for little more than the longest prompt: what the texts between pushed out comes back from the host. Then
+    those that came first, who cross two pages' borders in the middle of decoding, take the pages of the last."""
+    engine = Engine(model, replace(ROOMY, pages=64, host_pages=400, invariant=True, chunk=512))
+    copy, restored = engine.cache.copy, [0]
+
+    def count(kind: str, source: int, target: int) -> None:
+        restored[0] += kind == "to_device"
+        copy(kind, source, target)
+
+    engine.cache.copy = count  # type: ignore[method-assign]
+    for _ in range(2):
+        assert [run(engine, [ids])[0] for ids in texts(*PROMPTS)] == alone
+        run(engine, texts(700, 900, 1500, seed=9))
+    assert restored[0] > 60
+    for ids in texts(*[190] * 30, seed=7):
+        engine.add(Request(ids, replace(GREEDY, max_new_tokens=100)))
+    assert run(engine, texts(*PROMPTS)[:6]) == alone[:6]
+    assert engine.scheduler.preemptions > 0
+    engine.close()
+
+
 def test_a_trainer_has_the_same_bits_and_the_ordinary_mode_has_not(model: GLM5, alone: Bits) -> None:
     prompts = texts(*PROMPTS)
     for ids, (said, logprobs) in list(zip(prompts, alone, strict=True))[4:7]:
