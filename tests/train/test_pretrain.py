@@ -194,10 +194,13 @@ def test_a_jsonl_corpus_and_copies_of_held_out_text(tmp_path: Path) -> None:
     lines += [{"id": f"copy{i}", "text": t + " again"} for i, t in enumerate(texts)]
     path = tmp_path / "corpus.jsonl"
     path.write_text("".join(json.dumps(line) + "\n" for line in lines))
-    found = pretrain(config(tmp_path, corpus=str(path), train=dict(steps=1)), lambda _: None)
+    path.open("a").write(json.dumps({"id": "twin", "text": texts[0]}))
+    said: list[str] = []
+    found = pretrain(config(tmp_path, corpus=str(path), train=dict(steps=1)), said.append)
     counts = found.result["corpus"]
-    assert counts["documents"] == 80
+    assert counts["documents"] == 81
     assert counts["copies_of_held_out"] > 0
+    assert any(f"removed: 1 exact copies, {counts['copies_of_held_out']} that repeat" in line for line in said)
     names = {
         part: set(json.loads((tmp_path / "run" / "data" / part / "names.json").read_text()))
         for part in ("training", "held-out")

@@ -119,7 +119,8 @@ def prepare(
     counts = found.counts
     say(
         f"data      {counts['training_documents']:,} documents and {counts['training_tokens']:,} tokens to learn from, "
-        f"{counts['held_out_documents']:,} documents held out; {found.training.bytes_per_token:.2f} bytes a token"
+        f"{counts['held_out_documents']:,} documents held out; {found.training.bytes_per_token:.2f} bytes a token; "
+        f"removed: {counts['exact_copies']:,} exact copies, {counts['copies_of_held_out']:,} that repeat held-out text"
     )
     return found
 
