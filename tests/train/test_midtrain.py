@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -159,6 +160,14 @@ def test_contradictions(dense: Path, tmp_path: Path) -> None:
         Stage("a", 8, ("x=0",))
     with pytest.raises(ConfigError, match=r"stages\.0\.train\.batch\.initial=4: must be a multiple of dp=3"):
         config(dense, tmp_path / "run", mesh="dp=3")
+    for field, other, said in (
+        ("precision", "bf16", "'auto'"),
+        ("momentum", 0.5, "0.95"),
+        ("stage", "sparse", "'pret"),
+    ):
+        later = replace(one, name="later", train=replace(one.train, **{field: other}))
+        with pytest.raises(ConfigError, match=rf"stages\.1\.train\.{field}=.* must stay {said}"):
+            config(dense, tmp_path / "run", stages=(one, later))
     sparse = Stage("a", 64, one.corpora, TrainConfig(stage="sparse"))
     with pytest.raises(
         ConfigError, match=r"stages\.0\.train\.stage='sparse': this model attends densely: give 'pretrain'"

@@ -110,6 +110,17 @@ class TrainConfig:
             if getattr(self, name) is not None and self.late_tokens is None:
                 raise ConfigError(name, getattr(self, name), "needs late_tokens, from which on it holds")
 
+    def check_follows(self, before: TrainConfig, where: str = "") -> None:
+        """Whether one model and one optimizer can go through this stage after another; `where` begins a field's name.
+
+        Raises:
+            ConfigError: the two differ in what a model and an optimizer are made for.
+        """
+        for name in ("stage", "precision", "split_heads", "weight_decay", "momentum"):
+            was, now = getattr(before, name), getattr(self, name)
+            if was != now:
+                raise ConfigError(f"{where}{name}", now, f"must stay {was!r} from stage to stage")
+
     def mtp_weight_at(self, tokens: int) -> float:
         """`mtp_weight` of the step that begins after so many tokens."""
         return self._at(tokens, self.mtp_weight, self.late_mtp_weight)

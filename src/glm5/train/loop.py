@@ -43,7 +43,7 @@ from glm5.train.recorder import CudaRecorder
 from glm5.train.rows import Rows, check_stage
 from glm5.train.state import TrainState
 from glm5.train.totals import Counts, IndexerFigures, Totals
-from glm5.utils.errors import ConfigError, NumericalError
+from glm5.utils.errors import NumericalError
 
 if TYPE_CHECKING:
     from glm5.parallel.pipeline.engine import Pipeline
@@ -129,12 +129,9 @@ class Trainer:
         of its own. A checkpoint that it holds is resumed from.
 
         Raises:
-            ConfigError: as `check_stage`; or the stages differ in what a model and an optimizer are made for.
+            ConfigError: as `check_stage` and `TrainConfig.check_follows`.
         """
-        for name in ("stage", "precision", "split_heads", "weight_decay", "momentum"):
-            before, now = getattr(self.config, name), getattr(config, name)
-            if before != now:
-                raise ConfigError(name, now, f"must stay {before!r} from stage to stage")
+        config.check_follows(self.config)
         check_stage(config, self.model.config, loader.dataset)
         if self.ranks.world is not None:
             check_batch(config, self.ranks.world.mesh)

@@ -124,6 +124,7 @@ class MidtrainConfig(MeshConfig):
             raise ConfigError("stages", names, "two have one name")
         for i, stage in enumerate(self.stages):
             self.check_stage_batch(f"stages.{i}.train", stage.train)
+            stage.train.check_follows(self.stages[0].train, f"stages.{i}.train.")
         for path in self.corpora:  # what is wrong with the text of one is said for all, before anything is read
             self.text(path)
 
