@@ -24,7 +24,7 @@ def test_a_task_and_its_defaults(tmp_path: Path) -> None:
         memory_mb = 64
     """
     task = read_task(make(tmp_path / "hello", toml))
-    assert (task.name, task.instruction, task.has_solution) == ("hello", "Do it.\n", True)
+    assert (task.name, task.instruction) == ("hello", "Do it.\n")
     assert (task.agent_s, task.verifier_s, task.memory_bytes) == (600, 12, 64 << 20)
     assert (task.verifier_environment, task.metadata) == ({"KEY": "value"}, {"tags": ["x"]})
     assert task.image().workdir == "/app"
@@ -155,7 +155,7 @@ def test_a_dockerfile_without_from(tmp_path: Path) -> None:
 def test_our_tasks_are_in_order() -> None:
     tasks = read_tasks(EXAMPLES)
     assert len(tasks) >= 20
-    assert all(task.has_solution and "/app" in task.instruction for task in tasks)
+    assert all((task.directory / "solution/solve.sh").is_file() and "/app" in task.instruction for task in tasks)
     assert len({task.name for task in tasks}) == len(tasks)
     tools = {(task.directory / "tests/grade.py").read_text() for task in tasks}
     assert len(tools) == 1  # one text, a copy in each: a task's directory stands alone

@@ -137,13 +137,13 @@ def test_jsonl_odd_rows(tmp_path: Path) -> None:
         b"",
         b'["list"]',
         b"\xff\xfe",
-        b'{"id": 7, "body": "b"}',
-        b'{"id": "7", "body": "again"}',
-        b'{"id": "\\ud800", "body": "x"}',
-        b'{"id": 8, "body": 3}',
+        b'{"id": 7, "text": "b"}',
+        b'{"id": "7", "text": "again"}',
+        b'{"id": "\\ud800", "text": "x"}',
+        b'{"id": 8, "text": 3}',
     ]
     path.write_bytes(b"\n".join(rows))
-    corpus = read_jsonl(path, text_key="body")
+    corpus = read_jsonl(path)
     assert corpus.documents == [Document("7", "b")]
     assert corpus.dropped == {
         "blank line": 1,
@@ -151,7 +151,7 @@ def test_jsonl_odd_rows(tmp_path: Path) -> None:
         "not JSON": 1,
         "id used before": 1,
         "lone surrogate": 1,
-        "no text under 'body'": 1,
+        "no text under 'text'": 1,
     }
     assert corpus.seen == 7
 

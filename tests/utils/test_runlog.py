@@ -229,15 +229,15 @@ def test_fields_may_differ_at_any_depth_by_their_own_name() -> None:
             refuse_changes(before, now, {"keep"})
 
 
-def test_environment_grows_by_one_entry_a_start(tmp_path: Path) -> None:
-    for command in (["glm5", "pretrain"], None):
+def test_environment_grows_by_one_entry_a_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for command in ("pretrain", "sparsify"):
+        monkeypatch.setattr(sys, "argv", ["glm5", command])
         with RunLog(tmp_path) as log:
-            log.save_environment(command)
+            log.save_environment()
             log.log(log.last_step + 1)
     starts = json.loads((tmp_path / "environment.json").read_text())["starts"]
     assert [s["last_step"] for s in starts] == [-1, 0]
-    assert starts[0]["command"] == ["glm5", "pretrain"]
-    assert starts[1]["command"] == sys.argv
+    assert [s["command"] for s in starts] == [["glm5", "pretrain"], ["glm5", "sparsify"]]
     assert starts[0]["packages"]["torch"] == torch.__version__
     assert starts[0]["threads"] == torch.get_num_threads()
 

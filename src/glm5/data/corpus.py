@@ -115,8 +115,8 @@ def collect_files(
     return _finished(corpus)
 
 
-def read_jsonl(path: str | Path, text_key: str = "text", id_key: str = "id") -> Corpus:
-    """Documents from a file with one JSON object a line. A line without an id is called `name:number`.
+def read_jsonl(path: str | Path) -> Corpus:
+    """Documents from a file with one JSON object a line: its "text", and its "id", else `name:number`.
 
     Raises:
         FileError: the file cannot be read.
@@ -139,10 +139,10 @@ def read_jsonl(path: str | Path, text_key: str = "text", id_key: str = "id") -> 
             if not isinstance(record, dict):
                 corpus.drop(id, "not a JSON object")
                 continue
-            text = record.get(text_key)
-            id = str(record.get(id_key, id))
+            text = record.get("text")
+            id = str(record.get("id", id))
             if not isinstance(text, str):
-                corpus.drop(id, f"no text under {text_key!r}")
+                corpus.drop(id, "no text under 'text'")
             elif not text:
                 corpus.drop(id, "empty")
             elif not _is_unicode(text) or not _is_unicode(id):

@@ -54,10 +54,6 @@ class Batch:
         """What the model reads."""
         return self.ids_BS[:, : self.seq_len]
 
-    def ahead_BT(self, depth: int) -> NDArray[np.int64]:
-        """The token `depth` slots ahead of each query, whatever it is: what MTP depth `depth` embeds."""
-        return self.ids_BS[:, depth : depth + self.seq_len]
-
     def whole_first(self) -> Batch:
         """The same rows, those of one document before the others: for kernels that are faster on those."""
         order = np.argsort(self.first_BT.any(1), kind="stable")

@@ -59,11 +59,11 @@ def all_equal(rewards: Sequence[float]) -> bool:
 
 
 # ---------------------------------------------------------------------------------------------------- groups
-def reward_figures(groups: Sequence[Sequence[float]], solved_at: float = 1.0) -> dict[str, float]:
+def reward_figures(groups: Sequence[Sequence[float]]) -> dict[str, float]:
     """What groups' known rewards are like, under the names that practitioners know; empty where there is none.
 
     Groups whose rewards are all equal teach nothing (DAPO, dynamic sampling). They are counted by what they say of the
-    prompt: too easy, all at `solved_at` or above (`zero_std/count_1`), or too hard (`zero_std/count_0`). Shares are of
+    prompt: too easy, all at 1 or above (`zero_std/count_1`), or too hard (`zero_std/count_0`). Shares are of
     groups that hold a reward.
     """
     there = [rewards for rewards in groups if rewards]
@@ -72,7 +72,7 @@ def reward_figures(groups: Sequence[Sequence[float]], solved_at: float = 1.0) ->
         return {}
     mean = math.fsum(known) / len(known)
     equal = [rewards[0] for rewards in there if all_equal(rewards)]
-    solved = sum(reward >= solved_at for reward in equal)
+    solved = sum(reward >= 1 for reward in equal)
     return {
         "reward": mean,
         "reward_std": math.sqrt(math.fsum((r - mean) ** 2 for r in known) / len(known)),

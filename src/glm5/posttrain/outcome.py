@@ -31,11 +31,11 @@ class State(StrEnum):
     CANCELLED = "cancelled"
 
 
-def outcome_of(verdict: Verdict, solved_at: float = 1.0) -> Outcome:
+def outcome_of(verdict: Verdict) -> Outcome:
     """The outcome of a rollout that ran to its end and was judged, or could not be."""
     if verdict.reward is None:
         return Outcome.VERIFIER_NO_VERDICT
-    return Outcome.OK if verdict.reward >= solved_at else Outcome.TASK_FAILED
+    return Outcome.OK if verdict.reward >= 1 else Outcome.TASK_FAILED
 
 
 def reward_of(outcome: Outcome, reward: float | None) -> float | None:

@@ -85,7 +85,7 @@ def messages_from_openai(raw: object, where: str = "messages") -> list[Message]:
     return [_message(item, f"{where}[{index}]") for index, item in enumerate(raw)]
 
 
-def tools_from_openai(raw: object, where: str = "tools") -> tuple[Tool, ...]:
+def tools_from_openai(raw: object) -> tuple[Tool, ...]:
     """Check and take over OpenAI's list of tools; None and an empty list are none.
 
     Raises:
@@ -94,12 +94,12 @@ def tools_from_openai(raw: object, where: str = "tools") -> tuple[Tool, ...]:
     if raw is None:
         return ()
     if not isinstance(raw, list | tuple):
-        raise DataError(f"{where}: {_shown(raw)}", "give a list of tools")
-    tools = tuple(_tool(item, f"{where}[{index}]") for index, item in enumerate(raw))
+        raise DataError(f"tools: {_shown(raw)}", "give a list of tools")
+    tools = tuple(_tool(item, f"tools[{index}]") for index, item in enumerate(raw))
     names = [tool.name for tool in tools]
     for index, name in enumerate(names):
         if name in names[:index]:
-            raise DataError(f"{where}[{index}].function.name: {name!r} is there twice", "give each tool its own name")
+            raise DataError(f"tools[{index}].function.name: {name!r} is there twice", "give each tool its own name")
     return tools
 
 

@@ -138,9 +138,7 @@ class Drafting:
         return self.drafted_tokens_per_second / self.plain_tokens_per_second
 
 
-def drafting(
-    model: GLM5, prompts: Sequence[Sequence[int]], *, drafts: int, new_tokens: int, sparse: bool = True
-) -> Drafting:
+def drafting(model: GLM5, prompts: Sequence[Sequence[int]], *, drafts: int, new_tokens: int) -> Drafting:
     """Decode every prompt plainly and with `drafts` drafts a step, alternating, and compare."""
     stats, same = SpeculationStats(), True
     seconds: dict[int, list[float]] = {0: [], drafts: []}
@@ -152,7 +150,6 @@ def drafting(
                 max_new_tokens=new_tokens,
                 stop_ids=(),
                 speculate=k,
-                sparse=sparse,
                 stats=stats if k else None,
             )
             text = [next(stream)]  # the prompt's own pass is not decoding

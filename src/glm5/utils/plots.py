@@ -227,11 +227,11 @@ def thin(points: Sequence[tuple[float, float]], most: int) -> list[tuple[float, 
     return [points[j] for j in sorted(kept)]
 
 
-def ticks(low: float, high: float, about: int = 5) -> list[float]:
-    """Round values that cover [low, high]: multiples of 1, 2 or 5 times a power of ten, about `about` of them."""
+def ticks(low: float, high: float) -> list[float]:
+    """Round values that cover [low, high]: multiples of 1, 2 or 5 times a power of ten, about five of them."""
     if high <= low:
         return [low]
-    raw = (high - low) / about
+    raw = (high - low) / 5
     power = 10.0 ** math.floor(math.log10(raw))
     step = next(m * power for m in (1, 2, 5, 10) if m * power >= raw * (1 - 1e-9))
     first, last = math.floor(low / step + 1e-9), math.ceil(high / step - 1e-9)

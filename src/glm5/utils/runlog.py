@@ -115,17 +115,13 @@ class RunLog:
             os.fsync(self._fd)
 
     # ------------------------------------------------------------------ the rest of the record
-    def save_environment(self, command: list[str] | None = None) -> None:
-        """Add this start to environment.json.
-
-        Args:
-            command: the command that started the run; by default this process's arguments.
-        """
+    def save_environment(self) -> None:
+        """Add this start to environment.json, with this process's arguments."""
         path = self.directory / ENVIRONMENT
         starts = read_json(path)["starts"] if path.exists() else []
         start = {
             "time": datetime.now(UTC).isoformat(timespec="seconds"),
-            "command": sys.argv if command is None else command,
+            "command": sys.argv,
             "last_step": self.last_step,
             **describe_environment(),
         }

@@ -67,10 +67,6 @@ class Task:
     solution_environment: Mapping[str, str]
     metadata: Mapping[str, Any]
 
-    @property
-    def has_solution(self) -> bool:
-        return (self.directory / "solution" / "solve.sh").is_file()
-
     def image(self) -> Image:
         """Its Dockerfile, as the sandbox follows it. Raises DataError where it cannot."""
         path = self.directory / "environment" / "Dockerfile"
