@@ -110,6 +110,16 @@ def test_settings_that_cannot_work(
     assert said in capsys.readouterr().err
 
 
+def test_a_worker_that_finds_no_front_says_so(
+    checkpoint: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("GLM5_WORKER_KEY", "between us")
+    assert main(["serve", str(checkpoint), "--join", "127.0.0.1:1", "--pages", "4"]) == 2
+    said = capsys.readouterr().err
+    assert said.count("error: ") == 1
+    assert "error: the front at 127.0.0.1:1: cannot reach 127.0.0.1:1" in said
+
+
 def test_a_worker_that_cannot_start_ends_the_server(checkpoint: Path) -> None:
     options = ["--port", "0", "--context", "100000", "--decode-workers", "1", "--log-level", "critical"]
     done = subprocess.run([*COMMAND, str(checkpoint), *options], capture_output=True, text=True, timeout=240)

@@ -493,6 +493,70 @@ def test_recorded_steps_on_every_rank(mesh: str, checkpoints: list[str], expecte
         assert all(map(torch.equal, results[0][1], results[1][1]))  # the same pages on both, the spare one included
 
 
+def _unrecorded(world: World, checkpoint: str) -> Any:
+    """One rank's recorder fails, at its second shape."""
+    _as_on_gpus()
+    asked = [0]
+
+    def fails(run: Any) -> Any:
+        asked[0] += 1
+        if asked[0] > 1:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return run
+
+    if world.rank == 1:
+        rank_graphs.recorder_for = lambda device: fails  # type: ignore[attr-defined]
+    some = slice(world.place("dp"), None, world.mesh.dp)
+
+    def lead(leader: Leader) -> Any:
+        engine = Engine(leader.model, replace(ROOMY, cuda_graphs=True), ranks=leader)
+        engine.warm()
+        found = answers(engine, prompts()[some]), engine.info()["recorded_steps"]
+        engine.close()
+        return found
+
+    return _lead(world, checkpoint, lead)[0]
+
+
+@pytest.mark.parametrize("mesh", ["tp=2", "dp=2,ep=2"])
+def test_where_one_rank_cannot_record_all_run_plainly(
+    mesh: str, checkpoints: list[str], expected: dict[str, Any]
+) -> None:
+    results = run_ranks(2, mesh, _unrecorded, checkpoints[0])
+    for place, found in enumerate(results):
+        if found is not None:
+            same(found[0], expected["plain"][slice(place, None, 2) if "dp" in mesh else slice(None)])
+            assert found[1] == 0
+
+
+def _breaks_off(world: World, checkpoint: str) -> None:
+    """One rank fails in the middle of the step that is to be recorded, while the other waits for its sums."""
+    _as_on_gpus()
+    ranks.RECORD_SECONDS = 1.0
+
+    def record(run: Any) -> Any:
+        if world.rank == 1:
+            raise RuntimeError("a kernel cannot be compiled here")
+        run()
+        return run
+
+    rank_graphs.recorder_for = lambda device: record  # type: ignore[attr-defined]
+    share = Share(world, tiny_config())
+    member = Member(load_model(checkpoint, share=share), share)
+    try:
+        if not member.leads:
+            member.follow()
+        Engine(member.model, replace(ROOMY, cuda_graphs=True), ranks=Leader(member)).warm()
+    except RuntimeError:
+        os._exit(3)
+    except RankLost:
+        os._exit(4)
+
+
+def test_a_rank_that_fails_while_another_records_ends_both(checkpoints: list[str]) -> None:
+    assert exit_codes(2, "tp=2", _breaks_off, checkpoints[0], timeout=100) == [4, 3]
+
+
 # --------------------------------------------------------------------------- a worker of several ranks
 def _fetches(world: World, checkpoint: str, home: str) -> Any:
     """The leader's process has a prefill worker of its own model, the front, and the decode worker on both ranks."""

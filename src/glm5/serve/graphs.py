@@ -228,7 +228,8 @@ class Graphs:
         most: sequences of a step at most. queries: rows of each at most. context: slots of a sequence at most.
         record: see `recorder_for`. fixed: record the operators of the invariant mode.
         draft: record the MTP block's entries, in place of the trunk's.
-        alone: no other rank records the same steps, and would wait for this one's sums.
+        agree: whether all ranks that record the same steps have recorded this one, told whether this rank has: those
+            that have would wait for the sums of one that has not.
 
     Attributes:
         replayed: steps that ran from a recording.
@@ -246,9 +247,9 @@ class Graphs:
         queries: int = 1,
         fixed: bool = False,
         draft: bool = False,
-        alone: bool = True,
+        agree: Callable[[bool], bool] = lambda made: made,
     ) -> None:
-        self.fixed, self._queries, self._kind, self._alone = fixed, queries, _DraftStep if draft else _Step, alone
+        self.fixed, self._queries, self._kind, self._agree = fixed, queries, _DraftStep if draft else _Step, agree
         self.model, self.cache, self.spare, self.record = model, cache, spare, record
         longest = -(-(context + queries - 1) // cache.size)
         self._rows = [*(n for n in ROWS if n < most), min(most, ROWS[-1])]
@@ -307,12 +308,14 @@ class Graphs:
         """The recorded step of a shape, recorded now if need be; None if it cannot be."""
         if shape not in self._steps:
             log.info("recording a step of %d sequences, %d rows each, tables of %d pages", *shape)
+            made, why = None, "another rank could not record its own"
             try:
-                self._steps[shape] = self._kind(self, shape)
+                made = self._kind(self, shape)
             except RuntimeError as problem:
-                if not self._alone and isinstance(problem, torch.OutOfMemoryError):
-                    raise  # the other ranks may have recorded theirs
-                log.warning("steps run plainly, without CUDA graphs: %s", str(problem).partition("\n")[0])
+                why = str(problem).partition("\n")[0]
+            if not self._agree(made is not None) or made is None:
+                log.warning("steps run plainly, without CUDA graphs: %s", why)
                 self._broken = True
                 return None
+            self._steps[shape] = made
         return self._steps[shape]

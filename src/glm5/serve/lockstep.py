@@ -109,6 +109,7 @@ class Lockstep:
         self._wanted = threading.Condition()
         self._job: _Job | None = None
         self._failure: str | None = None
+        self._ended = False
         self._said = self._ran = self._called = time.monotonic()
         self._thread = threading.Thread(target=self._run, daemon=True, name="ranks")
         self._thread.start()
@@ -130,19 +131,24 @@ class Lockstep:
         until = time.monotonic() + TOGETHER_SECONDS if kind is Kind.ALL else float("inf")
         job = _Job(kind, work, topic, size or Size(), until=until)
         with self._wanted:
-            while self._job is not None and self._failure is None:
+            while self._job is not None and not self._over:
                 self._wanted.wait()
-            if self._failure is not None or not self._thread.is_alive():
+            if self._over:
                 raise RankLost(self._failure or "this rank's engine is closed", "Start the server again")
             self._job = job
             self._wanted.notify_all()
         return job.done.result()
 
     def close(self, last: Callable[[], None]) -> None:
-        """End the thread, after `last`."""
-        if self._failure is None and self._thread.is_alive():
+        """End the thread, after `last`. Whoever waits for a turn behind it, or comes later, gets `RankLost`."""
+        if not self._over:
             self.run(Kind.END, lambda _: last())
             self._thread.join()
+
+    @property
+    def _over(self) -> bool:
+        """Whether nothing will be carried out any more."""
+        return self._ended or self._failure is not None
 
     # ------------------------------------------------------------------ the thread
     def _run(self) -> None:
@@ -246,6 +252,7 @@ class Lockstep:
         with self._wanted:
             if self._job is job:
                 self._job = None
+            self._ended = self._ended or job.kind is Kind.END  # at once: nobody may come in between
             self._wanted.notify_all()
 
     def _keep_in_touch(self) -> None:

@@ -3,9 +3,9 @@
 The leader says once which sequences and ids a step has; every rank fills its own buffers, and replays its part of the
 step, in which the sums between ranks and the gathering of logits were recorded, too (NCCL's calls can be; gloo's run
 plainly, in the tests). So a step is one message and one launch a rank. All ranks take the same shape from the same
-message, and record it at the same time. Where experts are spread (`ep`) that goes for all leaders: they agree on one
-shape (`lockstep`), experts exchange as many tokens of each rank as it has, and an idle leader's ranks replay it for
-nobody. Read first: `graphs`, `ranks`.
+message, and record it at the same time; where one of them could not, all run plainly from then on. Where experts are
+spread (`ep`) that goes for all leaders: they agree on one shape (`lockstep`), experts exchange as many tokens of each
+rank as it has, and an idle leader's ranks replay it for nobody. Read first: `graphs`, `ranks`.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ class Recordings:
         if record is None or member.cache is None:
             raise AssertionError("the leader records where there is a GPU, and makes pages first")
         part: Any = _Part(member)
-        self._made[form] = Graphs(part, member.cache, record=record, alone=False, **limits)
+        self._made[form] = Graphs(part, member.cache, record=record, agree=member.all_recorded, **limits)
         self._changes += 1
 
     def __getitem__(self, form: int) -> Graphs:

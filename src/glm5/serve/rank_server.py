@@ -203,7 +203,9 @@ class _Leading:
         try:
             await obey(replace(worker, name=f"{worker.name}-{self._world.rank}"), self._engine, self._runner)
         except WireClosed as error:
-            raise UserError(f"the front at {worker.front}: {error}", "Start it first, with --workers-at") from None
+            raise UserError(
+                f"the front at {worker.front}: {error}", "Start it first, with --workers-at and this GLM5_WORKER_KEY"
+            ) from None
         finally:
             self._engine.close()
             await asyncio.to_thread(self._leader.close)

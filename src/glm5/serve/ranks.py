@@ -49,6 +49,8 @@ from glm5.utils.errors import CheckpointError, UserError
 QUIET_SECONDS = 120.0
 # How much longer one rank may read weights from disk than another.
 LOAD_SECONDS = 3600.0
+# How much longer one rank may record a step, kernels compiled for it included, than another.
+RECORD_SECONDS = 300.0
 HEAD_BYTES = 4096
 # Rows of a call for each rank of a `cp` group, from which they share it out.
 SPLIT_FROM = 64
@@ -77,6 +79,7 @@ class Member:
         self.leaders = _own_group(grid.transpose(1, 2).flatten(0, 1), world, wait)
         parts = grid.flatten(1) if mesh.cp == 1 else engines  # `check` lets nobody have experts spread over cp
         self.peers = _own_group(parts, world, timedelta(seconds=LOAD_SECONDS))
+        self.recording = _own_group(parts, world, timedelta(seconds=RECORD_SECONDS))
         self.everyone = self.tensor if mesh.cp == 1 else _own_group(engines, world, None)
         self.cache: PagedCache | None = None
         self.recordings = Recordings()
@@ -181,6 +184,16 @@ class Member:
             shape = sum(counts), self.model.config.hidden_size
             hidden = self._sent(sent, shape, self.model.dtype).split(counts)
         return self.recordings[size.form].run((size.rows, size.pages), runs, ids, hidden)
+
+    def all_recorded(self, made: bool) -> bool:
+        """Whether all ranks that record the same step have, of which this is one.
+
+        Raises:
+            RuntimeError: another one is gone, or waits in the middle of its step for what this one did not send.
+        """
+        agreed = torch.tensor(int(made))
+        dist.all_reduce(agreed, dist.ReduceOp.MIN, group=self.recording)
+        return bool(agreed)
 
     def forget_recorded(self, form: int) -> None:
         """Give the memory of recordings back."""

@@ -228,18 +228,33 @@ def _start_process(options: WorkerOptions) -> subprocess.Popen[bytes]:
 
 
 def run(options: WorkerOptions) -> int:
-    """Work until the front is gone; the process' exit status."""
+    """Work until the front is gone; the process' exit status.
+
+    Raises:
+        UserError: the front cannot be reached, or the checkpoint or a setting cannot be used.
+    """
     logging.basicConfig(level=options.log_level.upper(), format=f"{options.name}: %(message)s")
     try:
         asyncio.run(work(options))
-    except (UserError, WireClosed) as error:
-        print(f"{options.name}: {error}", file=sys.stderr)
-        return 2
+    except WireClosed as error:
+        raise UserError(
+            f"the front at {options.front}: {error}", "Start it first, with --workers-at and this GLM5_WORKER_KEY"
+        ) from None
     except KeyboardInterrupt:
         pass
     return 0
 
 
-if __name__ == "__main__":
+def _started() -> int:
+    """Be one of a front's own workers; it says by itself that one did not start."""
     given = json.loads(sys.stdin.buffer.readline())
-    sys.exit(run(WorkerOptions(**{**given, "engine": EngineConfig(**given["engine"])})))
+    options = WorkerOptions(**{**given, "engine": EngineConfig(**given["engine"])})
+    try:
+        return run(options)
+    except UserError as error:
+        print(f"{options.name}: {error}", file=sys.stderr)
+        return 2
+
+
+if __name__ == "__main__":
+    sys.exit(_started())
