@@ -20,9 +20,10 @@ from glm5.posttrain.losses import BatchCounts, LossConfig, policy_loss
 from glm5.posttrain.rows import PolicyRows, Trajectory, micro_batches, pack
 from glm5.serve.config import EngineConfig
 from glm5.serve.engine import Engine
-from glm5.serve.request import Request, SamplingParams, TokenInfo
+from glm5.serve.request import Request, SamplingParams
 from glm5.utils.errors import ConfigError, DataError
 from support.conversations import tokenizer
+from support.engines import drained
 from support.training import VOCAB, tiny
 
 
@@ -234,16 +235,10 @@ def test_the_engines_rollouts_have_a_ratio_of_one(sampling: dict[str, float]) ->
     prompts = [[5, 9, 11], [7, 8, 30, 31, 32, 33]]
     for i, prompt in enumerate(prompts):
         engine.add(Request(prompt, params, rid=str(i)))
-    ids: dict[tuple[str, int], list[int]] = {}
-    info: dict[tuple[str, int], list[TokenInfo]] = {}
-    while engine.has_work:
-        for delta in engine.step():
-            ids.setdefault((delta.rid, delta.index), []).extend(delta.ids)
-            info.setdefault((delta.rid, delta.index), []).extend(delta.info)
     found = []
-    for number, ((rid, index), answer) in enumerate(ids.items()):
-        given = info[rid, index]
-        found.append(Trajectory.sampled(prompts[int(rid)], answer, given, number, temperature=params.temperature))
+    for number, ((rid, _), answer) in enumerate(drained(engine).items()):
+        given = prompts[int(rid)], answer.ids, answer.info
+        found.append(Trajectory.sampled(*given, number, temperature=params.temperature))
     rows = pack(found, SEQ_LEN, vocab_size=tokenizer().vocab_size)
     assert int(rows.mask_BT.sum()) == 6 * 14
     ratio = (rows.logprobs(model).logprobs_N - rows.logprobs_BT[rows.mask_BT]).exp()

@@ -18,8 +18,9 @@ from glm5.posttrain.rows import Trajectory, pack
 from glm5.posttrain.update import PolicyUpdate, freeze_indexers, score
 from glm5.serve.config import EngineConfig
 from glm5.serve.engine import Engine
-from glm5.serve.request import Request, SamplingParams, TokenInfo
+from glm5.serve.request import Request, SamplingParams
 from glm5.utils.errors import NumericalError
+from support.engines import drained
 from support.training import tiny
 
 
@@ -125,19 +126,14 @@ def test_rewards_rise(loss: LossConfig) -> None:
         engine = Engine(model, EngineConfig(pages=64))
         for i, prompt in enumerate(prompts):
             engine.add(Request(prompt, replace(params, seed=1000 * i + step), rid=str(i)))
-        ids: dict[tuple[str, int], list[int]] = {}
-        info: dict[tuple[str, int], list[TokenInfo]] = {}
-        while engine.has_work:
-            for delta in engine.step():
-                ids.setdefault((delta.rid, delta.index), []).extend(delta.ids)
-                info.setdefault((delta.rid, delta.index), []).extend(delta.info)
-        groups = [[sum(i % 2 == 0 for i in ids[str(g), k]) / 4 for k in range(8)] for g in range(2)]
+        answers = drained(engine)
+        groups = [[sum(i % 2 == 0 for i in answers[str(g), k].ids) / 4 for k in range(8)] for g in range(2)]
         rewards.append(sum(map(sum, groups)) / 16)
         batch = []
         for g in [g for g in range(2) if not all_equal(groups[g])]:
             for k, advantage in enumerate(group_advantages(groups[g])):
-                key = str(g), k
-                batch.append(Trajectory.sampled(prompts[g], ids[key], info[key], len(batch), advantages=advantage))
+                drawn = answers[str(g), k]
+                batch.append(Trajectory.sampled(prompts[g], drawn.ids, drawn.info, len(batch), advantages=advantage))
         if batch:
             metrics = update(pack(batch, 8, packed=False), len(batch))
             assert metrics["train_rollout_logprob_abs_diff_max"] < 1e-4  # the engine runs the weights that learn

@@ -23,6 +23,7 @@ from glm5.serve.llm import Answer
 from glm5.serve.request import Request, SamplingParams
 from glm5.serve.transfer import PageBytes
 from glm5.utils.errors import ConfigError
+from support.engines import answered
 from support.tiny import tiny_model
 
 CONFIG = EngineConfig(pages=24, context=500, kv_cache_dtype="fp8_e4m3")
@@ -96,15 +97,7 @@ def test_rounding_costs_little(model: GLM5) -> None:
 
 
 def run(engine: Engine, prompts: list[list[int]]) -> list[Answer]:
-    requests = [Request(ids, GREEDY) for ids in prompts]
-    for request in requests:
-        engine.add(request)
-    answers = {request.rid: Answer() for request in requests}
-    while engine.has_work:
-        for delta in engine.step():
-            answers[delta.rid].add(delta)
-        engine.scheduler.check()
-    return [answers[request.rid] for request in requests]
+    return answered(engine, [Request(ids, GREEDY) for ids in prompts])
 
 
 def warm(engine: Engine, prompts: list[list[int]]) -> list[Answer]:

@@ -20,6 +20,7 @@ from glm5.serve.engine import Engine
 from glm5.serve.llm import Answer
 from glm5.serve.request import Request, SamplingParams
 from support.drafting import agreeable
+from support.engines import answered
 from support.tiny import tiny_config, tiny_model
 
 GREEDY = SamplingParams(max_new_tokens=20, temperature=0.0, ignore_eos=True, logprobs=0)
@@ -41,15 +42,9 @@ def _prompts() -> list[list[int]]:
 
 def _answers(model: GLM5, config: EngineConfig, params: SamplingParams) -> tuple[list[Answer], Engine]:
     engine = Engine(model, config)
-    requests = [Request(ids, params) for ids in _prompts()]
-    for request in requests:
-        engine.add(request)
-    answers = {request.rid: Answer() for request in requests}
-    while engine.has_work:
-        for delta in engine.step():
-            answers[delta.rid].add(delta)
+    answers = answered(engine, [Request(ids, params) for ids in _prompts()])
     assert engine.info()["pages"] == config.pages, "the spare page is not given out"
-    return [answers[request.rid] for request in requests], engine
+    return answers, engine
 
 
 @pytest.mark.usefixtures("recorded")

@@ -19,6 +19,7 @@ from glm5.serve.llm import Answer
 from glm5.serve.request import Request, SamplingParams
 from glm5.utils.errors import ConfigError
 from support.drafting import agreeable
+from support.engines import answered
 from support.tiny import tiny_model
 
 pytestmark = pytest.mark.skipif(not available()[0], reason="needs a C++ compiler")
@@ -103,15 +104,8 @@ def test_the_ordinary_mode_does_depend_on_the_batch() -> None:
     for ids in texts:
         request = Request(ids, SAMPLED)
         alone.append(answers(Engine(model, ordinary), [request], rng)[request.rid].logprobs)
-    requests = [Request(ids, SAMPLED) for ids in texts]
-    engine = Engine(model, replace(ordinary, chunk=23))
-    for request in requests:
-        engine.add(request)
-    found = {request.rid: Answer() for request in requests}
-    while engine.has_work:
-        for delta in engine.step():
-            found[delta.rid].add(delta)
-    assert [found[request.rid].logprobs for request in requests] != alone
+    together = answered(Engine(model, replace(ordinary, chunk=23)), [Request(ids, SAMPLED) for ids in texts])
+    assert [answer.logprobs for answer in together] != alone
 
 
 def test_linear_maps_have_one_shape_inside() -> None:
