@@ -11,9 +11,9 @@ import uvicorn
 
 
 @contextmanager
-def listening(app: Any) -> Iterator[str]:
-    """Its address, on a free port, until the end of the block."""
-    server = uvicorn.Server(uvicorn.Config(app, host="127.0.0.1", port=0, log_level="warning", ws="none"))
+def listening(app: Any, **options: Any) -> Iterator[str]:
+    """Its address, on a free port, until the end of the block. options: more of uvicorn's."""
+    server = uvicorn.Server(uvicorn.Config(app, host="127.0.0.1", port=0, log_level="warning", ws="none", **options))
     thread = threading.Thread(target=server.run, daemon=True)
     thread.start()
     while not server.started:

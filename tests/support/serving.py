@@ -3,19 +3,17 @@
 from __future__ import annotations
 
 import json
-import threading
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-import uvicorn
 from fastapi import FastAPI
 
 from glm5.serve.client import Backend
 from glm5.serve.http.app import create_app
 from glm5.serve.http.connection import connection_class
 from glm5.serve.http.server import HttpOptions
+from support.listening import listening
 
 PING = {"type": "function", "function": {"name": "ping", "parameters": {"type": "object", "properties": {}}}}
 HI = [{"role": "user", "content": "hi"}]
@@ -44,14 +42,5 @@ def served(app: FastAPI | Backend, options: HttpOptions | None = None) -> Iterat
     """The address of a server, of an application or a backend, that runs for the length of the block."""
     made = app if isinstance(app, FastAPI) else create_app(app, options)
     connection = connection_class((options or HttpOptions()).head_timeout_s)
-    config = uvicorn.Config(made, port=0, log_level="warning", ws="none", http=connection)
-    server = uvicorn.Server(config)
-    thread = threading.Thread(target=server.run, daemon=True)
-    thread.start()
-    while not server.started:
-        time.sleep(0.005)
-    try:
-        yield f"http://127.0.0.1:{server.servers[0].sockets[0].getsockname()[1]}"
-    finally:
-        server.should_exit = True
-        thread.join(10)
+    with listening(made, http=connection) as address:
+        yield address
