@@ -11,6 +11,7 @@ Legend: N tokens · D model width · V vocabulary · c tokens of one chunk. Read
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -73,19 +74,14 @@ def linear_cross_entropy(
         DataError: a target lies outside the vocabulary.
     """
     _check(hidden_ND, weight_VD, targets_N, weights_N, chunk)
-    accum = torch.promote_types(hidden_ND.dtype, torch.float32)
-    if weights_N is None:
-        weights_N = torch.ones((), dtype=accum, device=hidden_ND.device).expand(hidden_ND.shape[0])
-    weights_N = weights_N.detach().to(accum)
     chunk = chunk or _default_chunk(weight_VD)
-    if torch.is_grad_enabled() and (hidden_ND.requires_grad or weight_VD.requires_grad):
-        loss, logprobs, entropy = _LinearCrossEntropy.apply(
-            hidden_ND, weight_VD, targets_N, weights_N, chunk, with_entropy
+
+    def run(weights_N: Tensor, grad_hidden: bool, grad_weight: bool) -> Pass:
+        return _forward(
+            hidden_ND, weight_VD, targets_N, weights_N, chunk, with_entropy, False, grad_hidden, grad_weight
         )
-    else:
-        run = _forward(hidden_ND, weight_VD, targets_N, weights_N, chunk, with_entropy, False, False, False)
-        loss, logprobs, entropy = -(run.logprobs_N @ weights_N), run.logprobs_N, run.entropy_N
-    return LinearCrossEntropy(loss, logprobs, entropy)
+
+    return summed(hidden_ND, weight_VD, weights_N, run)
 
 
 @torch.no_grad()
@@ -105,44 +101,57 @@ def linear_logprobs(
     return LinearLogprobs(run.logprobs_N, run.argmax_N, run.entropy_N)
 
 
-class _LinearCrossEntropy(torch.autograd.Function):
-    """Gradients are made in the forward pass, for an output gradient of 1; backward multiplies by the real one."""
+class Pass(NamedTuple):
+    """What one pass over the chunks gives. Gradients, where asked for, are those of -sum(weights * logprobs), in the
+    accumulation dtype."""
 
-    @staticmethod
-    def forward(
-        ctx: Any,
-        hidden_ND: Tensor,
-        weight_VD: Tensor,
-        targets_N: Tensor,
-        weights_N: Tensor,
-        chunk: int,
-        with_entropy: bool,
-    ) -> tuple[Tensor, Tensor, Tensor | None]:
-        need_hidden, need_weight = ctx.needs_input_grad[:2]
-        run = _forward(hidden_ND, weight_VD, targets_N, weights_N, chunk, with_entropy, False, need_hidden, need_weight)
-        ctx.save_for_backward(run.grad_hidden_ND, run.grad_weight_VD)
-        ctx.dtypes = hidden_ND.dtype, weight_VD.dtype
-        outputs = [t for t in (run.logprobs_N, run.entropy_N) if t is not None]
-        ctx.mark_non_differentiable(*outputs)
-        ctx.set_materialize_grads(False)
-        return -(run.logprobs_N @ weights_N), run.logprobs_N, run.entropy_N
-
-    @staticmethod
-    def backward(ctx: Any, grad_loss: Tensor | None, *_: Any) -> tuple[Tensor | None, ...]:
-        if grad_loss is None:
-            return (None,) * 6
-        # Never in place: the graph may be kept and walked again. Straight into the input's dtype, with no fp32 copy.
-        saved = zip(ctx.saved_tensors, ctx.dtypes, strict=True)
-        scaled = [g if g is None else _scaled(g, grad_loss, d) for g, d in saved]
-        return (*scaled, None, None, None, None)
-
-
-class _Run(NamedTuple):
     logprobs_N: Tensor
     entropy_N: Tensor | None
     argmax_N: Tensor | None
     grad_hidden_ND: Tensor | None
     grad_weight_VD: Tensor | None
+
+
+def summed(
+    hidden_ND: Tensor, weight_VD: Tensor, weights_N: Tensor | None, run: Callable[[Tensor, bool, bool], Pass]
+) -> LinearCrossEntropy:
+    """The loss of a pass over hidden states and (rows of) a head, with its gradient.
+
+    Args:
+        run: the pass, given the weights, and whether it must make the gradients to hidden states and to the head.
+    """
+    accum = torch.promote_types(hidden_ND.dtype, torch.float32)
+    if weights_N is None:
+        weights_N = torch.ones((), dtype=accum, device=hidden_ND.device).expand(hidden_ND.shape[0])
+    weights_N = weights_N.detach().to(accum)
+    if torch.is_grad_enabled() and (hidden_ND.requires_grad or weight_VD.requires_grad):
+        return LinearCrossEntropy(*_Summed.apply(hidden_ND, weight_VD, weights_N, run))
+    out = run(weights_N, False, False)
+    return LinearCrossEntropy(-(out.logprobs_N @ weights_N), out.logprobs_N, out.entropy_N)
+
+
+class _Summed(torch.autograd.Function):
+    """Gradients are made in the forward pass, for an output gradient of 1; backward multiplies by the real one."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, hidden_ND: Tensor, weight_VD: Tensor, weights_N: Tensor, run: Callable[[Tensor, bool, bool], Pass]
+    ) -> tuple[Tensor, Tensor, Tensor | None]:
+        out = run(weights_N, *ctx.needs_input_grad[:2])
+        ctx.save_for_backward(out.grad_hidden_ND, out.grad_weight_VD)
+        ctx.dtypes = hidden_ND.dtype, weight_VD.dtype
+        ctx.mark_non_differentiable(*(t for t in (out.logprobs_N, out.entropy_N) if t is not None))
+        ctx.set_materialize_grads(False)
+        return -(out.logprobs_N @ weights_N), out.logprobs_N, out.entropy_N
+
+    @staticmethod
+    def backward(ctx: Any, grad_loss: Tensor | None, *_: Any) -> tuple[Tensor | None, ...]:
+        if grad_loss is None:
+            return (None,) * 4
+        # Never in place: the graph may be kept and walked again. Straight into the input's dtype, with no fp32 copy.
+        saved = zip(ctx.saved_tensors, ctx.dtypes, strict=True)
+        scaled = [g if g is None else _scaled(g, grad_loss, d) for g, d in saved]
+        return (*scaled, None, None)
 
 
 def _forward(
@@ -155,14 +164,13 @@ def _forward(
     with_argmax: bool,
     grad_hidden: bool,
     grad_weight: bool,
-) -> _Run:
-    """One pass over the chunks. Gradients are those of -sum(weights * logprobs), in the accumulation dtype."""
+) -> Pass:
     fast = pick("linear_cross_entropy", hidden_ND, weight_VD) if not with_argmax else None
     if fast is not None:
         logprobs_N, entropy_N, *grads = fast(
             hidden_ND, weight_VD, targets_N, weights_N, with_entropy, grad_hidden, grad_weight
         )
-        return _Run(logprobs_N, entropy_N, None, *grads)
+        return Pass(logprobs_N, entropy_N, None, *grads)
     (n, d), v = hidden_ND.shape, weight_VD.shape[0]
     accum = torch.promote_types(hidden_ND.dtype, torch.float32)
     # Tensor cores multiply bf16 into fp32 directly; elsewhere operands are brought to `accum` first.
@@ -210,7 +218,7 @@ def _forward(
                 grad_hidden_ND[part].mul_(row_c1)
             if grad_weight_VD is not None:
                 product(error_cV.T, (hidden_cD * row_c1).to(operand), out=grad_weight_VD, add=True)
-    return _Run(logprobs_N, entropy_N, argmax_N, grad_hidden_ND, grad_weight_VD)
+    return Pass(logprobs_N, entropy_N, argmax_N, grad_hidden_ND, grad_weight_VD)
 
 
 def _scaled(grad: Tensor, factor: Tensor, dtype: torch.dtype) -> Tensor:

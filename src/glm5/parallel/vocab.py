@@ -14,15 +14,13 @@ Legend: N tokens · D model width · v rows of the head here · c tokens of one 
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
-
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup, Work
 from torch.distributed.tensor import DTensor, Shard
 
-from glm5.kernels.cross_entropy import CHUNK_ELEMENTS, LinearCrossEntropy, LinearLogprobs, product
+from glm5.kernels.cross_entropy import CHUNK_ELEMENTS, LinearCrossEntropy, LinearLogprobs, Pass, product, summed
 from glm5.model.glm5 import GLM5
 from glm5.parallel.collectives import all_gather, copied, joined_rows
 from glm5.parallel.expert import local
@@ -67,19 +65,14 @@ class Vocabulary:
             ValueError: shapes or dtypes do not fit together.
             DataError: a target lies outside the vocabulary.
         """
-        accum = torch.promote_types(hidden_ND.dtype, torch.float32)
-        if weights_N is None:
-            weights_N = torch.ones((), dtype=accum, device=hidden_ND.device).expand(hidden_ND.shape[0])
         chunk = self._checked(hidden_ND, weight_vD, targets_N, weights_N, chunk)
-        weights_N = weights_N.detach().to(accum)
-        if torch.is_grad_enabled() and (hidden_ND.requires_grad or weight_vD.requires_grad):
-            loss, logprobs, entropy = _CrossEntropy.apply(
-                hidden_ND, weight_vD, targets_N, weights_N, self, chunk, with_entropy
+
+        def run(weights_N: Tensor, grad_hidden: bool, grad_weight: bool) -> Pass:
+            return self._run(
+                hidden_ND, weight_vD, targets_N, weights_N, chunk, with_entropy, False, grad_hidden, grad_weight
             )
-        else:
-            run = self._run(hidden_ND, weight_vD, targets_N, weights_N, chunk, with_entropy, False, False, False)
-            loss, logprobs, entropy = -(run.logprobs_N @ weights_N), run.logprobs_N, run.entropy_N
-        return LinearCrossEntropy(loss, logprobs, entropy)
+
+        return summed(hidden_ND, weight_vD, weights_N, run)
 
     @torch.no_grad()
     def logprobs(
@@ -135,8 +128,8 @@ class Vocabulary:
         with_argmax: bool,
         grad_hidden: bool,
         grad_weight: bool,
-    ) -> _Run:
-        """One pass over the chunks; gradients are those of -sum(weights * logprobs), in the accumulation dtype."""
+    ) -> Pass:
+        """One pass over the chunks; the same on every rank, but for this rank's rows of the head's gradient."""
         (n, d), v = hidden_ND.shape, self.rows
         accum = torch.promote_types(hidden_ND.dtype, torch.float32)
         mixed = hidden_ND.is_cuda and hidden_ND.dtype == weight_vD.dtype and hidden_ND.dtype != accum
@@ -193,15 +186,7 @@ class Vocabulary:
                     product(error_cv.T, (hidden_cD * row_c1).to(operand), out=grad_weight_vD, add=True)
         for work in sums:
             work.wait()
-        return _Run(logprobs_N, entropy_N, argmax_N, grad_hidden_ND, grad_weight_vD)
-
-
-class _Run(NamedTuple):
-    logprobs_N: Tensor
-    entropy_N: Tensor | None
-    argmax_N: Tensor | None
-    grad_hidden_ND: Tensor | None
-    grad_weight_vD: Tensor | None
+        return Pass(logprobs_N, entropy_N, argmax_N, grad_hidden_ND, grad_weight_vD)
 
 
 def _own(
@@ -229,37 +214,6 @@ def _own(
     if with_argmax:
         columns.append((place_c + first).to(exp_cv.dtype))
     return torch.stack(columns, dim=-1)
-
-
-class _CrossEntropy(torch.autograd.Function):
-    """Gradients are made in the forward pass, for an output gradient of 1; backward multiplies by the real one."""
-
-    @staticmethod
-    def forward(
-        ctx: Any,
-        hidden_ND: Tensor,
-        weight_vD: Tensor,
-        targets_N: Tensor,
-        weights_N: Tensor,
-        vocabulary: Vocabulary,
-        chunk: int,
-        with_entropy: bool,
-    ) -> tuple[Tensor, Tensor, Tensor | None]:
-        needs = ctx.needs_input_grad[:2]
-        run = vocabulary._run(hidden_ND, weight_vD, targets_N, weights_N, chunk, with_entropy, False, *needs)
-        ctx.save_for_backward(run.grad_hidden_ND, run.grad_weight_vD)
-        ctx.dtypes = hidden_ND.dtype, weight_vD.dtype
-        ctx.mark_non_differentiable(*(t for t in (run.logprobs_N, run.entropy_N) if t is not None))
-        ctx.set_materialize_grads(False)
-        return -(run.logprobs_N @ weights_N), run.logprobs_N, run.entropy_N
-
-    @staticmethod
-    def backward(ctx: Any, grad_loss: Tensor | None, *_: Any) -> tuple[Tensor | None, ...]:
-        if grad_loss is None:
-            return (None,) * 7
-        saved = zip(ctx.saved_tensors, ctx.dtypes, strict=True)
-        scaled = [g if g is None else torch.mul(g, grad_loss, out=torch.empty_like(g, dtype=d)) for g, d in saved]
-        return (*scaled, None, None, None, None, None)
 
 
 class VocabularyLinear(LocalLinear):
