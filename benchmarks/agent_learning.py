@@ -23,7 +23,6 @@ import json
 import math
 import random
 import statistics
-import tempfile
 import time
 import zlib
 from collections.abc import Iterator
@@ -38,12 +37,11 @@ from glm5 import GLM5, save_model
 from glm5.agents.service import Policy, Result, Rollout, TaskService
 from glm5.model.presets import nano
 from glm5.posttrain.agent_run import AgentConfig, agent
-from glm5.posttrain.sft import SftConfig, sft
 from glm5.serve.config import EngineConfig
 from glm5.text import Tokenizer, render
 from glm5.text.messages import messages_from_openai
 from glm5.utils.runlog import read_metrics
-from tuning import tuning
+from learning import quiet, seeds, spread, tuned
 
 P99 = 2.3263  # of a standard normal distribution
 PHASES = "wait", "update", "weight_sync"  # of a step
@@ -123,16 +121,7 @@ def base(directory: Path, args: argparse.Namespace, seed: int) -> Path:
     shape = nano(vocab_size=tokenizer.vocab_size, max_position_embeddings=1024, **sizes)
     if not (directory / "base").exists():
         save_model(GLM5(shape, seed=seed), directory / "base", tokenizer=tokenizer)
-    training = tuning(args, seed, batch=4, mtp_depths=1)
-    config = SftConfig(
-        checkpoint=str(directory / "base"),
-        data=(str(talk),),
-        run=str(directory / "sft"),
-        seq_len=args.seq_len,
-        device="cpu",
-        train=training,
-    )
-    return sft(config, lambda _: None).model
+    return tuned(directory / "base", [talk], args, seed, batch=4, seq_len=args.seq_len, mtp_depths=1)
 
 
 def config(model: Path, run: Path, args: argparse.Namespace, seed: int) -> AgentConfig:
@@ -162,7 +151,7 @@ def one_seed(seed: int, directory: Path, args: argparse.Namespace, table: dict[s
     for variant in args.variant:
         began = time.time()
         given = varied(config(model, directory / variant, args, seed), variant)
-        found = agent(given, lambda _: None, services=[service(cards(args.cards, args.highest), args.delay)])
+        found = agent(given, quiet, services=[service(cards(args.cards, args.highest), args.delay)])
         records = read_metrics(found.run)
         table[variant] = {
             "before": found.held_out["before"]["cards"],
@@ -204,12 +193,11 @@ def main() -> None:
         return
     torch.set_num_threads(1)
     found: list[dict[str, Any]] = []
-    for seed in map(int, args.seeds.split(",")):
+    for seed, directory in seeds(args):
         found.append({})
-        with tempfile.TemporaryDirectory() as scratch:
-            for _ in one_seed(seed, Path(args.out or scratch) / f"seed-{seed}", args, found[-1]):
-                if args.json:
-                    Path(args.json).write_text(json.dumps({"arguments": vars(args), "seeds": found}, indent=1))
+        for _ in one_seed(seed, directory, args, found[-1]):
+            if args.json:
+                Path(args.json).write_text(json.dumps({"arguments": vars(args), "seeds": found}, indent=1))
     show(found)
 
 
@@ -229,9 +217,7 @@ def show(found: list[dict[str, Any]]) -> None:
         tables = [table[variant] for table in found if variant in table]
         line = f"{variant:<13}{len(tables):>6}"
         for of in columns.values():
-            values = [of(table) for table in tables]
-            spread = statistics.stdev(values) if len(values) > 1 else 0.0
-            line += f"{statistics.mean(values):>9.3f} ± {spread:.3f}"
+            line += f"{spread([of(table) for table in tables]):>17}"
         print(line)
 
 

@@ -40,6 +40,7 @@ from glm5.posttrain.reward.train import RewardModelConfig, train_reward_model
 from glm5.posttrain.rollouts import RolloutConfig
 from glm5.train.schedule import LearningRate
 from glm5.utils.runlog import read_metrics
+from learning import quiet
 from support.conversations import tokenizer
 from support.judges import Asked, JudgeServer, Said, ratings_of
 from support.training import tiny
@@ -61,10 +62,6 @@ def honest(asked: Asked) -> Said:
 
 def hacked(asked: Asked) -> Said:
     return ratings_of(asked, lambda text: 2 if even(text) else 10)
-
-
-def quiet(_: str) -> None:
-    """Say nothing: the table is what is wanted."""
 
 
 def write(path: Path, rows: list[dict[str, Any]]) -> str:

@@ -22,8 +22,6 @@ from __future__ import annotations
 import argparse
 import json
 import random
-import statistics
-import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -37,12 +35,11 @@ from glm5.posttrain.distill import DistillConfig, distill
 from glm5.posttrain.learner import LearnConfig
 from glm5.posttrain.reason import PromptConfig, ReasonConfig, prepare_prompts, reason, verifier_pool
 from glm5.posttrain.rollouts import RolloutConfig, Rollouts
-from glm5.posttrain.sft import SftConfig, sft
 from glm5.posttrain.verify import gym
 from glm5.text import Tokenizer, load_tokenizer
 from glm5.train.schedule import LearningRate
 from glm5.utils.runlog import read_metrics
-from tuning import tuning
+from learning import quiet, seeds, show, tuned
 
 FIRST = ('spell_backward:{"min_word_len":3,"max_word_len":4}',)
 SECOND = ('leg_counting:{"min_animals":1,"max_animals":1,"min_instances":1,"max_instances":5}',)
@@ -70,10 +67,6 @@ CURVES = (
     *("step", "reward", "entropy", "train_rollout_logprob_abs_diff", "mismatch_k3", "is_masked_low", "is_masked_high"),
     *("frac_reward_zero_std", "completions/mean_length", "grad_norm", "reverse_kl", "time/rollout", "time/weight_sync"),
 )
-
-
-def quiet(_: str) -> None:
-    """Say nothing: the table is what is wanted."""
 
 
 class Seed:
@@ -140,17 +133,9 @@ class Seed:
         self.write_tasks()
         files = self.answers()
         ratios = args.ratios or [1.0] * len(files)
-        return sft(
-            SftConfig(
-                checkpoint=str(self.base(files)),
-                data=tuple(f"{file}={ratio:g}" for file, ratio in zip(files, ratios, strict=True)),
-                run=str(self.directory / "sft"),
-                seq_len=args.seq_len,
-                device=args.device,
-                train=tuning(args, self.seed, batch=args.sft_rows),
-            ),
-            quiet,
-        ).model
+        data = [f"{file}={ratio:g}" for file, ratio in zip(files, ratios, strict=True)]
+        of = dict(batch=args.sft_rows, seq_len=args.seq_len, device=args.device)
+        return tuned(self.base(files), data, args, self.seed, **of)
 
     def learn(self, steps: int) -> LearnConfig:
         args = self.args
@@ -267,20 +252,10 @@ def main() -> None:
     args = parser.parse_args()
     args.found = {}
     torch.set_num_threads(1)
-    for seed in map(int, args.seeds.split(",")):
-        with tempfile.TemporaryDirectory() as scratch:
-            directory = Path(args.out or scratch) / f"seed-{seed}"
-            directory.mkdir(parents=True)
-            Seed(seed, directory, args).run()
-    tables = [found["success"] for found in args.found.values()]
-    print(f"\n{'after':<10}" + "".join(f"{name[:20]:>22}" for name in tables[0]["sft"]))
-    for stage in tables[0]:
-        cells = []
-        for name in tables[0][stage]:
-            values = [table[stage][name] for table in tables]
-            spread = statistics.stdev(values) if len(values) > 1 else 0.0
-            cells.append(f"{statistics.mean(values):.3f} ± {spread:.3f}")
-        print(f"{stage:<10}" + "".join(f"{cell:>22}" for cell in cells))
+    for seed, directory in seeds(args):
+        directory.mkdir(parents=True)
+        Seed(seed, directory, args).run()
+    show([found["success"] for found in args.found.values()])
 
 
 if __name__ == "__main__":

@@ -44,6 +44,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+import learning
 from glm5 import GLM5, load_model, save_model
 from glm5.model.config import ModelConfig
 from glm5.model.presets import nano
@@ -52,11 +53,10 @@ from glm5.posttrain.learner import LearnConfig
 from glm5.posttrain.losses import LossConfig, glm5_reasoning
 from glm5.posttrain.reason import PromptConfig, ReasonConfig, prepare_prompts, verifier_pool
 from glm5.posttrain.rollouts import RolloutConfig, Rollouts
-from glm5.posttrain.sft import SftConfig, sft
 from glm5.text import Tokenizer, load_tokenizer
 from glm5.train.schedule import LearningRate
 from glm5.utils.runlog import read_metrics
-from tuning import tuning
+from learning import quiet
 
 HELD_OUT, TASKS = 200, 800
 ARMS: dict[str, dict[str, Any]] = {
@@ -100,10 +100,6 @@ def write_tasks(directory: Path, seed: int, args: argparse.Namespace) -> None:
     (directory / "talk.jsonl").write_text("".join(json.dumps(row) + "\n" for row in talk))
 
 
-def quiet(_: str) -> None:
-    """Say nothing: the table is what is wanted."""
-
-
 def tuned(directory: Path, seed: int, args: argparse.Namespace) -> Path:
     """A model that knows the form: made once a seed."""
     if (directory / "sft" / "result.json").exists():
@@ -122,10 +118,7 @@ def tuned(directory: Path, seed: int, args: argparse.Namespace) -> Path:
         )
         sparse = ModelConfig.from_dict({**shape.to_dict(), "glm5_attention": "sparse"})
         save_model(GLM5(sparse, seed=seed), directory / "start", tokenizer=tokenizer)
-    training = tuning(args, seed, batch=8)
-    run, base = str(directory / "sft"), str(directory / "start")
-    given = SftConfig(checkpoint=base, data=(str(talk),), run=run, seq_len=64, device="cpu", train=training)
-    return sft(given, quiet).model
+    return learning.tuned(directory / "start", [talk], args, seed, batch=8, seq_len=64)
 
 
 class Mismatched(Rollouts):

@@ -18,8 +18,6 @@ import argparse
 import itertools
 import json
 import random
-import statistics
-import tempfile
 import time
 from pathlib import Path
 from typing import Any
@@ -32,10 +30,9 @@ from glm5.posttrain.distill import DistillConfig, distill
 from glm5.posttrain.learner import LearnConfig
 from glm5.posttrain.reason import PromptConfig, ReasonConfig, prepare_prompts, reason, verifier_pool
 from glm5.posttrain.rollouts import RolloutConfig, Rollouts
-from glm5.posttrain.sft import SftConfig, sft
 from glm5.text import Tokenizer, load_tokenizer
 from glm5.train.schedule import LearningRate
-from tuning import tuning
+from learning import quiet, seeds, show, tuned
 
 BIG, SMALL = "big", "small"
 HELD_OUT = 100  # of the 1,000 triples of digits
@@ -58,10 +55,6 @@ def write_tasks(directory: Path, seed: int) -> None:
     (directory / "talk.jsonl").write_text("".join(talk))
 
 
-def quiet(_: str) -> None:
-    """Say nothing: the table is what is wanted."""
-
-
 def one_seed(seed: int, directory: Path, args: argparse.Namespace) -> dict[str, dict[str, float]]:
     """Success by domain after each stage."""
     write_tasks(directory, seed)
@@ -70,18 +63,7 @@ def one_seed(seed: int, directory: Path, args: argparse.Namespace) -> dict[str, 
     sizes = dict(hidden_size=args.hidden, num_hidden_layers=args.layers, n_routed_experts=args.experts)
     shape = nano(vocab_size=tokenizer.vocab_size, **sizes)
     save_model(GLM5(shape, seed=seed), directory / "base", tokenizer=tokenizer)
-    training = tuning(args, seed, batch=4)
-    tuned = sft(
-        SftConfig(
-            checkpoint=str(directory / "base"),
-            data=(str(talk),),
-            run=str(directory / "sft"),
-            seq_len=128,
-            device="cpu",
-            train=training,
-        ),
-        quiet,
-    )
+    begin = tuned(directory / "base", [talk], args, seed, batch=4, seq_len=128)
 
     def prompts(*names: str) -> PromptConfig:
         data, held = (tuple(str(directory / f"{n}-{part}.jsonl") for n in names) for part in ("train", "held"))
@@ -113,8 +95,8 @@ def one_seed(seed: int, directory: Path, args: argparse.Namespace) -> dict[str, 
         print(f"seed {seed}  {name:<14} " + "  ".join(f"{d} {v:.3f}" for d, v in found.items()), flush=True)
         return found
 
-    table = {"sft": measured(tuned.model, "sft")}
-    first = stage(tuned.model, "stage1", BIG)
+    table = {"sft": measured(begin, "sft")}
+    first = stage(begin, "stage1", BIG)
     table["rl on big"] = measured(first, "rl on big")
     second = stage(first, "stage2", SMALL)
     table["rl on small"] = measured(second, "rl on small")
@@ -152,20 +134,11 @@ def main() -> None:
     args = parser.parse_args()
     torch.set_num_threads(1)
     began, found = time.time(), []
-    for seed in map(int, args.seeds.split(",")):
-        with tempfile.TemporaryDirectory() as scratch:
-            directory = Path(args.out or scratch) / f"seed-{seed}"
-            directory.mkdir(parents=True)
-            found.append(one_seed(seed, directory, args))
+    for seed, directory in seeds(args):
+        directory.mkdir(parents=True)
+        found.append(one_seed(seed, directory, args))
     result: dict[str, Any] = {"arguments": vars(args), "seeds": found, "seconds": time.time() - began}
-    print(f"\n{'after':<14}" + "".join(f"{name:>22}" for name in (BIG, SMALL)))
-    for stage in found[0]:
-        cells = []
-        for name in (BIG, SMALL):
-            values = [table[stage][name] for table in found]
-            spread = statistics.stdev(values) if len(values) > 1 else 0.0
-            cells.append(f"{statistics.mean(values):.3f} ± {spread:.3f}")
-        print(f"{stage:<14}" + "".join(f"{cell:>22}" for cell in cells))
+    show(found)
     print(f"{len(found)} seeds in {result['seconds']:.0f} s")
     if args.json:
         Path(args.json).write_text(json.dumps(result, indent=1))

@@ -42,6 +42,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from learning import quiet, tuned
+
 # Beside this file lies a kernels.py, which transformers would take for a package of that name.
 sys.path[:] = [place for place in sys.path if Path(place).resolve() != Path(__file__).resolve().parent]
 
@@ -54,13 +56,11 @@ from glm5.posttrain.learner import LearnConfig
 from glm5.posttrain.prompts import Prompt
 from glm5.posttrain.reason import PromptConfig, ReasonConfig, prepare_prompts, reason, verifier_pool
 from glm5.posttrain.rollouts import RolloutConfig, Rollouts
-from glm5.posttrain.sft import SftConfig, sft
 from glm5.posttrain.verify.short import short
 from glm5.text import Tokenizer, load_tokenizer
 from glm5.text.chat import render
-from glm5.train.config import TrainConfig
 from glm5.train.roles import ParamRole, parameter_roles
-from glm5.train.schedule import BatchWarmup, LearningRate
+from glm5.train.schedule import LearningRate
 from glm5.utils.runlog import read_metrics
 
 PROMPTS, GROUP, LONGEST, HELD_OUT = 8, 8, 4, 200
@@ -80,10 +80,6 @@ def write_tasks(directory: Path) -> None:
         for r in rows[HELD_OUT:]
     ]
     (directory / "talk.jsonl").write_text("".join(json.dumps(row) + "\n" for row in talk))
-
-
-def quiet(_: str) -> None:
-    """Say nothing."""
 
 
 class Bench:
@@ -107,25 +103,7 @@ class Bench:
         )
         self.shape = replace(shape, eos_token_id=(tokenizer.user_id,))
         save_model(GLM5(self.shape, seed=0), directory / "base", tokenizer=tokenizer)
-        training = TrainConfig(
-            steps=args.sft_steps,
-            batch=BatchWarmup(8, 8, 0),
-            micro_batch=8,
-            lr=LearningRate(3e-3, 3e-4, warmup_steps=10),
-            mtp_depths=0,
-            bias_rate=0.0,
-            save_every=10_000,
-            measure_every=10_000,
-        )
-        tuning = SftConfig(
-            checkpoint=str(directory / "base"),
-            data=(str(talk),),
-            run=str(directory / "sft"),
-            seq_len=64,
-            device="cpu",
-            train=training,
-        )
-        self.start = sft(tuning, quiet).model
+        self.start = tuned(directory / "base", [talk], args, 0, batch=8, seq_len=64)
         self.tokenizer = load_tokenizer(self.start)
         found = prepare_prompts(self.prompts, 0)
         self.train, self.held_out = found.train, found.held_out
@@ -371,6 +349,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=30)
     parser.add_argument("--sides", default=",".join(SIDES))
     parser.add_argument("--sft-steps", type=int, default=24)
+    parser.add_argument("--sft-lr", type=float, default=3e-3)
     parser.add_argument("--llama-steps", type=int, default=40)
     parser.add_argument("--muon-lr", type=float, default=5e-4)
     parser.add_argument("--adamw-lr", type=float, default=2e-4)

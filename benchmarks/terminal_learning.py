@@ -17,7 +17,6 @@ import argparse
 import json
 import random
 import statistics
-import tempfile
 import time
 import zlib
 from collections.abc import Sequence
@@ -37,12 +36,11 @@ from glm5.agents.services.tools import Tool
 from glm5.agents.tasks import InSandbox, Task, prove, read_task
 from glm5.model.presets import mini, nano
 from glm5.posttrain.agent_run import AgentConfig, agent
-from glm5.posttrain.sft import SftConfig, sft
 from glm5.serve.config import EngineConfig
 from glm5.text import Tokenizer, render
 from glm5.text.messages import messages_from_openai, tools_from_openai
 from glm5.utils.runlog import read_metrics
-from tuning import tuning
+from learning import quiet, seeds, spread, tuned
 
 COLUMNS = 4
 SEPARATORS = ",", ";", ":", "|"
@@ -243,17 +241,8 @@ def base(directory: Path, args: argparse.Namespace, seed: int) -> Path:
             model = GLM5(shape, seed=seed)
         save_model(model, directory / "base", tokenizer=tokenizer)
         print(f"{sum(p.numel() for p in model.parameters()):,} parameters", flush=True)
-    return sft(
-        SftConfig(
-            checkpoint=str(directory / "base"),
-            data=(str(talk),),
-            run=str(directory / "sft"),
-            seq_len=args.seq_len,
-            device=args.device,
-            train=tuning(args, seed, batch=args.sft_rows),
-        ),
-        lambda _: None,
-    ).model
+    about: dict[str, Any] = dict(batch=args.sft_rows, seq_len=args.seq_len, device=args.device)
+    return tuned(directory / "base", [talk], args, seed, **about)
 
 
 def config(model: Path, run: Path, args: argparse.Namespace, seed: int) -> AgentConfig:
@@ -267,11 +256,11 @@ def one_seed(seed: int, directory: Path, args: argparse.Namespace) -> dict[str, 
     directory.mkdir(parents=True, exist_ok=True)
     began = time.time()
     model = base(directory, args, seed)
-    tuned = time.time()
+    ready = time.time()
     service = Tables(directory / "tasks", args, seed)
     for task in (service.tasks[0], service.held[0]):
         prove(task, service.where)
-    found = agent(config(model, directory / "rl", args, seed), lambda _: None, services=[service])
+    found = agent(config(model, directory / "rl", args, seed), quiet, services=[service])
     records = read_metrics(found.run)
     steps = [r for r in records if "loss" in r]
     return {
@@ -280,8 +269,8 @@ def one_seed(seed: int, directory: Path, args: argparse.Namespace) -> dict[str, 
         "curve": {r["step"]: r["held_out/tables"] for r in records if "held_out/tables" in r},
         "rewards": [r["rewards/tables"] for r in steps],
         "states": found.states,
-        "sft_s": tuned - began,
-        "rl_s": time.time() - tuned,
+        "sft_s": ready - began,
+        "rl_s": time.time() - ready,
         "step_s": [sum(r[f"time/{of}"] for of in ("wait", "update", "weight_sync")) for r in steps],
         **{name: statistics.fmean([r[name] for r in steps])
            for name in ("staleness/mean", "idle/trainer", "engine/idle", "train_rollout_logprob_abs_diff")},
@@ -310,15 +299,13 @@ def main() -> None:
     if args.device == "cpu":
         torch.set_num_threads(1)
     found: list[dict[str, Any]] = []
-    for seed in map(int, args.seeds.split(",")):
-        with tempfile.TemporaryDirectory() as scratch:
-            found.append(one_seed(seed, Path(args.out or scratch) / f"seed-{seed}", args))
+    for seed, directory in seeds(args):
+        found.append(one_seed(seed, directory, args))
         print(f"seed {seed}  {json.dumps(found[-1])}", flush=True)
         if args.json:
             Path(args.json).write_text(json.dumps({"arguments": vars(args), "seeds": found}, indent=1))
     for name in ("before", "after"):
-        values = [one[name] for one in found]
-        print(f"{name:<8}{statistics.mean(values):.3f} ± {statistics.stdev(values) if len(values) > 1 else 0.0:.3f}")
+        print(f"{name:<8}{spread([one[name] for one in found])}")
 
 
 if __name__ == "__main__":
