@@ -127,6 +127,56 @@ def test_a_form_that_cannot_be_had_is_the_clients_fault(running: tuple[str, Engi
         assert "no id may follow" in told.json()["error"]["message"]
 
 
+CHAT, RESPONSES, COMPLETIONS = "/v1/chat/completions", "/v1/responses", "/v1/completions"
+NO_SCHEMA = {"type": "strin"}
+
+
+def _format(**given: Any) -> dict[str, Any]:
+    return {"type": "json_schema", **given}
+
+
+def _sampled(*each: dict[str, Any]) -> dict[str, Any]:
+    """SGLang's body: of one prompt, or of several with parameters of their own."""
+    if len(each) == 1:
+        return {"input_ids": [50], "sampling_params": each[0]}
+    return {"input_ids": [[50]] * len(each), "sampling_params": list(each)}
+
+
+@pytest.mark.parametrize(
+    ("path", "asked", "field"),
+    [
+        *((path, {"regex": "("}, "regex") for path in (CHAT, COMPLETIONS, RESPONSES)),
+        (CHAT, {"ebnf": "("}, "ebnf"),
+        (CHAT, {"json_schema": NO_SCHEMA}, "json_schema"),
+        (CHAT, {"json_schema": "{"}, "json_schema"),
+        (CHAT, {"structured_outputs": {"json": NO_SCHEMA}}, "structured_outputs.json"),
+        (COMPLETIONS, {"structured_outputs": {"regex": "("}}, "structured_outputs.regex"),
+        (CHAT, {"structured_outputs": {"grammar": "("}}, "structured_outputs.grammar"),
+        (CHAT, {"structured_outputs": {"choice": ["a" * 500_001]}}, "structured_outputs.choice"),
+        (CHAT, {"response_format": _format(json_schema={"schema": NO_SCHEMA})}, "response_format.json_schema.schema"),
+        (COMPLETIONS, {"response_format": _format(json_schema={})}, "response_format.json_schema.schema"),
+        (RESPONSES, {"text": {"format": _format(name="x", schema=NO_SCHEMA)}}, "text.format.schema"),
+        (RESPONSES, {"text": {"format": _format(name="x")}}, "text.format.schema"),
+        ("/generate", _sampled({"regex": "("}), "sampling_params.regex"),
+        ("/generate", _sampled({}, {"json_schema": "["}), "sampling_params[1].json_schema"),
+        (CHAT, {"tools": [tool("f", x={"type": "string", "maxLength": "5"})], "tool_choice": "required"}, "tools"),
+        (RESPONSES, {"regex": "a", "text": {"format": {"type": "json_object"}}}, "regex"),
+    ],
+)
+def test_a_faulty_form_is_named_as_the_client_wrote_it(
+    path: str, asked: dict[str, Any], field: str, running: tuple[str, Engine]
+) -> None:
+    said = {CHAT: {"messages": HI}, RESPONSES: {"input": "hi"}, COMPLETIONS: {"prompt": "a"}}.get(path, {})
+    with httpx.Client(base_url=running[0], timeout=60) as client:
+        answer = client.post(path, json={**said, **asked})
+    assert answer.status_code == 400
+    error = answer.json()["error"]
+    assert field in error["message"]
+    assert error["param"] in (field, field.removesuffix(".json_schema.schema").removesuffix(".schema"))
+    if len(asked) == 2 and "regex" in asked:
+        assert "(regex, text.format)" in error["message"]
+
+
 def test_stop_string_never_shows(running: tuple[str, Engine]) -> None:
     with httpx.Client(base_url=running[0], timeout=60) as client:
         body = {"prompt": "the answer", "max_tokens": 60, "skip_special_tokens": False, "seed": 1, "ignore_eos": True}

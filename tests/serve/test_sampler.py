@@ -568,7 +568,7 @@ def test_a_form_that_becomes_too_much_ends_the_answer_alone(tokenizer: Tokenizer
         chosen = sampler.choose(rows, states)
     assert states[0].finish is not None
     assert states[0].finish.type == "error"
-    assert states[0].finish.message.startswith(sampler_module.NOTHING_LEFT)
+    assert states[0].finish.message.startswith(f"ebnf: {sampler_module.NOTHING_LEFT}")
     assert states[0].finish.refused
     assert "limit" in states[0].finish.message
     assert chosen[1].finish is None

@@ -75,6 +75,12 @@ class SamplerState:
         return self.matcher is not None and not self.phase.waiting
 
     @property
+    def form(self) -> str:
+        """How errors call the constraint."""
+        constraint = self.params.constraint
+        return constraint.name if constraint is not None else ""
+
+    @property
     def penalised(self) -> bool:
         p = self.params
         return bool(p.frequency_penalty or p.presence_penalty or p.repetition_penalty != 1)

@@ -26,13 +26,6 @@ from glm5.utils.errors import UserError
 
 # Blank space between JSON's tokens is bounded: a model that repeats itself could otherwise fill its whole budget.
 BLANK = r"[\x20\x0A\x0D\x09]{1,32}"
-FIELDS = {
-    "json": "response_format",
-    "json_schema": "response_format.json_schema",
-    "regex": "regex",
-    "ebnf": "ebnf",
-    "tools": "tools",
-}
 FUEL = 200_000  # of the lexer's construction: half a second, in which no other request gets on
 LONGEST = 500_000  # characters of a constraint: the largest take a second to compile
 MOST_PARAMETERS = 64  # the parser marks which were given in a word of 64 bits
@@ -57,7 +50,7 @@ class GrammarCompiler:
 
     def _compile(self, constraint: Constraint) -> Grammar:
         """Raises: UserError: the constraint cannot be read, or is too large. It names the field."""
-        what = FIELDS[constraint.kind]
+        what = constraint.name
         if len(constraint.text) > LONGEST:
             raise UserError(f"{what}: {len(constraint.text)} characters", f"give at most {LONGEST}")
         try:
@@ -189,7 +182,7 @@ def tool_grammar(constraint: Constraint, tokenizer: Tokenizer) -> str:
         return f"{mark['arg_key']} {key} {mark['/arg_key']} {mark['arg_value']} ({value}) {mark['/arg_value']}"
 
     for t, tool in enumerate(tools):
-        properties, required = _parameters(tool, f"[{t}].function.parameters")
+        properties, required = _parameters(tool, f"{tool.name}.parameters")
         keys = sorted(properties, key=lambda key: key not in required)  # required ones first: their bits are one run
         rest = tool.parameters.get("additionalProperties")
         more = isinstance(rest, dict) or rest is True

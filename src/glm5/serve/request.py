@@ -15,6 +15,7 @@ from typing import Literal
 
 from glm5.utils.errors import UserError
 
+Form = Literal["json", "json_schema", "regex", "ebnf", "tools"]
 FinishType = Literal["stop", "length", "abort", "error"]
 
 
@@ -28,12 +29,19 @@ class Constraint:
         text: the schema, expression or grammar.
         after_thinking: begin after `</think>`, where the prompt opens a thinking block; else with the first token.
         max_calls: of kind tools, at most so many calls (1 for a named tool); None is any number.
+        where: the client's field that asked for it, which errors name; empty is `kind`. Forms are equal whatever it is.
     """
 
-    kind: Literal["json", "json_schema", "regex", "ebnf", "tools"]
+    kind: Form
     text: str = ""
     after_thinking: bool = True
     max_calls: int | None = None
+    where: str = field(default="", compare=False)
+
+    @property
+    def name(self) -> str:
+        """How errors call it."""
+        return self.where or self.kind
 
 
 @dataclass(frozen=True)

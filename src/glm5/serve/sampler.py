@@ -314,7 +314,8 @@ class Sampler:
             if row.fault:
                 why = state.matcher.error if state.matcher is not None else ""
                 refused = row.fault == NOTHING_LEFT and state.matcher is not None
-                state.finish = Finish("error", message=f"{row.fault}: {why}" if why else row.fault, refused=refused)
+                said = f"{state.form}: {row.fault}" if refused else row.fault
+                state.finish = Finish("error", message=f"{said}: {why}" if why else said, refused=refused)
                 break
             ids.append(row.id)
             if row.info is not None:
@@ -341,7 +342,7 @@ class Sampler:
         state.phase = state.phase.after(id, self._marks)
         if constrained and state.matcher is not None:
             if not state.matcher.advance(id):
-                state.finish = Finish("error", message=f"constraint: {state.matcher.error}", refused=True)
+                state.finish = Finish("error", message=f"{state.form}: {state.matcher.error}", refused=True)
                 return 0
             if state.matcher.finished:
                 state.finish = Finish("stop")

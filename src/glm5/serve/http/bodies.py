@@ -15,11 +15,10 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from glm5.serve.http.errors import ApiError
-from glm5.serve.request import Constraint
+from glm5.serve.request import Constraint, Form
 
 Id = Annotated[int, Field(ge=0, le=2**31 - 1)]
 Name = Annotated[str, Field(max_length=256)]
-Text = str
 MAX_STOPS, MAX_BATCH = 64, 1024
 
 
@@ -130,46 +129,62 @@ class SamplingFields(Body):
             out["min_new_tokens"] = self.min_tokens
         return out
 
-    def constraints(self) -> list[Constraint]:
-        """The forms that the answer must have, of all fields that can ask for one."""
+    def constraints(self, where: str = "") -> list[Constraint]:
+        """The forms that the answer must have, of all fields that can ask for one.
+
+        Args:
+            where: the client's path to these fields, with its full stop.
+        """
         found = []
+
+        def add(kind: Form, text: str, name: str) -> None:
+            found.append(Constraint(kind, text, where=where + name))
+
         if self.regex is not None:
-            found.append(Constraint("regex", self.regex))
+            add("regex", self.regex, "regex")
         if self.ebnf is not None:
-            found.append(Constraint("ebnf", self.ebnf))
+            add("ebnf", self.ebnf, "ebnf")
         if self.json_schema is not None:
-            found.append(Constraint("json_schema", as_schema(self.json_schema, "json_schema")))
+            add("json_schema", as_schema(self.json_schema, f"{where}json_schema"), "json_schema")
         if (given := self.structured_outputs) is not None:
+            at = "structured_outputs"
             if given.json_ is not None:
-                found.append(Constraint("json_schema", as_schema(given.json_, "structured_outputs.json")))
+                add("json_schema", as_schema(given.json_, f"{where}{at}.json"), f"{at}.json")
             if given.regex is not None:
-                found.append(Constraint("regex", given.regex))
+                add("regex", given.regex, f"{at}.regex")
             if given.choice is not None:
-                found.append(Constraint("regex", "|".join(re.escape(one) for one in given.choice)))
+                add("regex", "|".join(re.escape(one) for one in given.choice), f"{at}.choice")
             if given.grammar is not None:
-                found.append(Constraint("ebnf", given.grammar))
+                add("ebnf", given.grammar, f"{at}.grammar")
             if given.json_object:
-                found.append(Constraint("json"))
+                add("json", "", f"{at}.json_object")
         return found
 
 
-def format_constraint(given: ResponseFormat | None) -> list[Constraint]:
-    """What OpenAI's `response_format` asks for, as a list of none or one."""
+def format_constraint(
+    given: ResponseFormat | None, where: str = "response_format", schema_at: str = ".json_schema.schema"
+) -> list[Constraint]:
+    """What OpenAI's `response_format` asks for, as a list of none or one.
+
+    Args:
+        where: the client's path to it. schema_at: from there to the schema.
+    """
     if given is None or given.type == "text":
         return []
     if given.type == "json_object":
-        return [Constraint("json")]
+        return [Constraint("json", where=where)]
+    at = where + schema_at
     if given.json_schema is None or given.json_schema.schema_ is None:
-        raise ApiError(400, "response_format.json_schema.schema is missing", param="response_format")
-    return [Constraint("json_schema", as_schema(given.json_schema.schema_, "response_format.json_schema.schema"))]
+        raise ApiError(400, f"{at} is missing", param=where)
+    return [Constraint("json_schema", as_schema(given.json_schema.schema_, at), where=at)]
 
 
 def only(constraints: list[Constraint]) -> Constraint | None:
     """The one constraint of a request, if it has any."""
     if len(constraints) > 1:
-        kinds = ", ".join(c.kind for c in constraints)
-        message = f"the answer cannot have {len(constraints)} forms at once ({kinds}). Ask for one"
-        raise ApiError(400, message, param="response_format")
+        fields = ["tool_choice" if c.kind == "tools" else c.name for c in constraints]
+        message = f"the answer cannot have {len(fields)} forms at once ({', '.join(fields)}). Ask for one"
+        raise ApiError(400, message, param=fields[0])
     return constraints[0] if constraints else None
 
 

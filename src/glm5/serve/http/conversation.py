@@ -84,7 +84,7 @@ def prepare(
     if choice.mode in ("required", "named"):
         once = choice.mode == "named" or not parallel
         text = json.dumps([tool.spec for tool in called])
-        forms.append(Constraint("tools", text, max_calls=1 if once else None))
+        forms.append(Constraint("tools", text, max_calls=1 if once else None, where="tools"))
     parallel = parallel and choice.mode != "named"
     ids = server.prompt(
         messages, shown, enable_thinking=thinking.enabled, clear_thinking=thinking.clear, parallel=parallel

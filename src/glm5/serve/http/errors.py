@@ -38,6 +38,10 @@ TYPES = {
 }
 
 
+# A message that names a field begins with it: `stop: ...`, `messages[1].content: ...`, `rid='a' is in use`.
+FIELD = re.compile(r"[a-z_]\w*(\[\d+\]|\.\w+)*(?==|: )")
+
+
 class ApiError(Exception):
     """An answer that is not 200.
 
@@ -103,7 +107,8 @@ def as_api_error(error: Exception) -> ApiError:
         case RequestValidationError():
             return _of_validation(error)
         case UserError():
-            return ApiError(400, str(error))
+            named = FIELD.match(error.what)
+            return ApiError(400, str(error), param=named[0] if named else None)
         case Unavailable():
             return ApiError(503, str(error), code="unavailable")
         case HTTPException():

@@ -89,6 +89,7 @@ class _Item:
         self.tokenizer = server.backend.tokenizer
         self.vocab_size = server.backend.vocab_size
         sampling = mine("sampling_params") or NativeSampling()
+        self.where = f"sampling_params[{place}]." if isinstance(body.sampling_params, list) else "sampling_params."
         self.with_logprob, self.with_text = bool(mine("return_logprob")), bool(body.return_text_in_logprobs)
         start = mine("logprob_start_len")
         self.logprob_start = -1 if start is None else start
@@ -131,7 +132,7 @@ class _Item:
             kept_set=self.kept,
             routed_experts=self.with_routed,
             thinking_budget=sampling.thinking_budget,
-            constraint=only(sampling.constraints()),
+            constraint=only(sampling.constraints(self.where)),
         )
 
     def take(self, delta: Delta) -> None:

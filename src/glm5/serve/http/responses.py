@@ -123,7 +123,7 @@ class ResponsesBody(SamplingFields, Strict):
             choice=ToolChoice("named", choice.name) if isinstance(choice, NamedTool) else ToolChoice(choice or "auto"),
             parallel=self.parallel_tool_calls is not False,
             thinking=Thinking(effort not in ("none", "minimal")),
-            constraints=[*self.constraints(), *format_constraint(form)],
+            constraints=[*self.constraints(), *format_constraint(form, "text.format", ".schema")],
             max_tokens=self.max_output_tokens,
             priority=self.priority or 0,
         )
