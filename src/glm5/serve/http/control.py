@@ -30,6 +30,7 @@ PAUSES: dict[str, PauseMode] = {
     "keep": "keep",
     "wait": "wait",
 }
+GROUP = "weight_update_group"  # of weights, where a body names none
 Path = Annotated[str, Field(min_length=1, max_length=4096)]
 Port = Annotated[int, Field(ge=1, le=65535)]
 Count = Annotated[int, Field(ge=0, le=2**31 - 1)]
@@ -117,10 +118,12 @@ class CheckBody(Body):
 def routes(server: Server) -> APIRouter:
     """The routes of this page."""
     router = APIRouter()
-    backend = server.backend
-    Group = "weight_update_group"
+    for add in (_health, _requests, _weights, _memory, _about):
+        add(router, server)
+    return router
 
-    # ------------------------------------------------------------------------------------------------ health
+
+def _health(router: APIRouter, server: Server) -> None:
     @router.get("/ping")
     @router.get("/health")
     async def health() -> Response:
@@ -132,11 +135,14 @@ def routes(server: Server) -> APIRouter:
     async def health_generate() -> Response:
         """200 if the engine made a step within the time limit (while paused: if it still listens)."""
         server.check_alive()
-        if not await backend.probe(server.options.probe_timeout_s):
+        if not await server.backend.probe(server.options.probe_timeout_s):
             raise ApiError(503, f"no step within {server.options.probe_timeout_s:g} s", code="stuck")
         return Json({"status": "ok"})
 
-    # ------------------------------------------------------------------------------------------------ requests
+
+def _requests(router: APIRouter, server: Server) -> None:
+    backend = server.backend
+
     @router.get("/flush_cache", response_class=PlainTextResponse)
     @router.post("/flush_cache", response_class=PlainTextResponse)
     @router.post("/reset_prefix_cache", response_class=PlainTextResponse)
@@ -178,7 +184,10 @@ def routes(server: Server) -> APIRouter:
         """Whether it is paused."""
         return Json({"is_paused": backend.paused})
 
-    # ------------------------------------------------------------------------------------------------ weights
+
+def _weights(router: APIRouter, server: Server) -> None:
+    backend = server.backend
+
     async def update(body: UpdateBody, made: WeightUpdate) -> Response:
         if body.abort_all_requests:
             await backend.abort(None)
@@ -215,7 +224,7 @@ def routes(server: Server) -> APIRouter:
             names=tuple(body.names),
             dtypes=tuple(body.dtypes),
             shapes=tuple(map(tuple, body.shapes)),
-            group_name=body.group_name or Group,
+            group_name=body.group_name or GROUP,
             **body.common(),
         )
         return await update(body, made)
@@ -231,7 +240,7 @@ def routes(server: Server) -> APIRouter:
             body.master_port,
             body.rank_offset,
             body.world_size,
-            body.group_name or Group,
+            body.group_name or GROUP,
             body.backend or "nccl",
         )
         await backend.join_group(group)
@@ -240,8 +249,8 @@ def routes(server: Server) -> APIRouter:
     @router.post("/destroy_weights_update_group")
     async def destroy_weights_update_group(body: GroupNameBody) -> Response:
         """Leave the process group."""
-        await backend.leave_group(body.group_name or Group)
-        return Json({"success": True, "message": f"Left {body.group_name or Group}."})
+        await backend.leave_group(body.group_name or GROUP)
+        return Json({"success": True, "message": f"Left {body.group_name or GROUP}."})
 
     @router.post("/weights_checker")
     @router.post("/weight_checker")
@@ -256,7 +265,10 @@ def routes(server: Server) -> APIRouter:
         """The name of the weights that run."""
         return Json({"weight_version": backend.weight_version})
 
-    # ------------------------------------------------------------------------------------------------ memory
+
+def _memory(router: APIRouter, server: Server) -> None:
+    backend = server.backend
+
     @router.post("/release_memory_occupation")
     async def release_memory_occupation(body: MemoryBody | None = None) -> Response:
         """Give memory back until it is resumed; 400 while requests run."""
@@ -269,7 +281,10 @@ def routes(server: Server) -> APIRouter:
         await backend.resume_memory(tuple((body and body.tags) or MEMORY_TAGS))
         return Json({"success": True})
 
-    # ------------------------------------------------------------------------------------------------ what it is
+
+def _about(router: APIRouter, server: Server) -> None:
+    backend = server.backend
+
     @router.get("/server_info")
     @router.get("/get_server_info")
     async def server_info() -> Response:
@@ -298,5 +313,3 @@ def routes(server: Server) -> APIRouter:
     async def metrics() -> Response:
         """Prometheus' text."""
         return Response(server.metrics.text(), media_type="text/plain; version=0.0.4; charset=utf-8")
-
-    return router
