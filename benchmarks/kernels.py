@@ -245,8 +245,8 @@ def bench_prepare_case(table: Table, tokens: int) -> None:
 
     def ours(i: int) -> object:
         query, kv, indexer, w_uk = layers[i]
-        q, rows, keys, *index_q = triton.project(x[i], rope, query, kv, indexer, (heads, index), (1e-6,) * 3)
-        triton.store(row_N, (pools[0], rows[0]), (pools[1], keys[0]))
+        into = (row_N, *pools)
+        q, _, _, *index_q = triton.project(x[i], rope, query, kv, indexer, (heads, index), (1e-6,) * 3, into)
         return triton.by_head(q[0, ..., :nope], w_uk, q[0, ..., nope:]), *index_q
 
     def plain(i: int, kind: torch.dtype = torch.bfloat16) -> object:

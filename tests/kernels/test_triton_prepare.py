@@ -16,6 +16,7 @@ triton_interpreter.ask()
 from glm5.kernels import triton as fast
 from glm5.kernels.basic import rms_norm, rope_interleaved, rotations, swiglu
 from glm5.kernels.moe import route
+from glm5.kernels.pages import Pages
 
 CUDA = torch.cuda.is_available()
 DEVICE = "cuda" if CUDA else "cpu"
@@ -61,6 +62,17 @@ def test_store_writes_rows_of_both_pools_and_no_others() -> None:
     fast.store(row_N, (pools[0], new[0]), (pools[1], new[1]))
     for pool, before, rows in zip(pools, expected, new, strict=True):
         assert torch.equal(pool, before.index_copy(0, row_N, rows))
+
+
+@pytest.mark.parametrize(("queries", "first"), [(1, 0), (3, 1)])
+def test_next_rows_are_what_pages_say(queries: int, first: int) -> None:
+    start_B = torch.tensor([[5, 0], [62, 0], [128, 0]], device=DEVICE)[:, 0]
+    pages = Pages(torch.tensor([[4, 0, 9], [7, 3, 1], [2, 6, 5]], device=DEVICE), 64)
+    last_BT = start_B[:, None] + torch.arange(queries, device=DEVICE)
+    ours = fast.next_rows(start_B, pages.table_BP, pages.size, queries, first)
+    for a, b in zip(ours, (torch.full_like(last_BT, first), last_BT, pages.rows(last_BT)), strict=True):
+        assert torch.equal(a.long(), b)
+    assert ours[0].dtype == ours[1].dtype == torch.int32
 
 
 def test_rms_norm_keeps_nan_to_its_row() -> None:
@@ -136,6 +148,16 @@ def test_project_of_one_token_is_project_of_many() -> None:
         )
         for a, b in zip(one, many, strict=True):
             assert _error(a[0, 0], b[0, t]) < 4 * TOLERANCE
+    place_N = torch.tensor([6, 0, 3], device=DEVICE)
+    pools = [torch.full((1, 8, made.shape[-1]), 7.0, device=DEVICE, dtype=DTYPE) for made in many[1:3]]
+    into = fast.project(
+        x, rope, query, latent, indexer, (heads, index_heads), (1e-6,) * 3, into=(place_N, pools[0], pools[1])
+    )
+    for pool, given, made in zip(pools, into[1:3], many[1:3], strict=True):
+        assert given is pool
+        assert torch.equal(pool[0], torch.full_like(pool[0], 7.0).index_copy(0, place_N, made[0]))
+    for a, b in zip((into[0], *into[3:]), (many[0], *many[3:]), strict=True):
+        assert torch.equal(a, b)
 
 
 @pytest.mark.parametrize("normalise", [True, False])

@@ -97,15 +97,16 @@ def layer_norm(x: Tensor, weight: Tensor, bias: Tensor, eps: float = 1e-6) -> Te
 
 def rotations(positions: Tensor, dim: int, theta: float) -> Tensor:
     """RoPE's rotations e^(i angle) as complex64, positions.shape + [dim / 2]; angles are computed in fp32."""
-    angle = positions[..., None].float() * _frequencies(dim, theta, positions.device)
-    return torch.polar(torch.ones_like(angle), angle)
+    frequencies, one = _frequencies(dim, theta, positions.device)
+    return torch.polar(one, positions[..., None] * frequencies)  # the product makes whole positions fp32
 
 
 @functools.lru_cache(maxsize=16)
-def _frequencies(dim: int, theta: float, device: torch.device) -> Tensor:
+def _frequencies(dim: int, theta: float, device: torch.device) -> tuple[Tensor, Tensor]:
+    """Of each pair; and a one, of which `polar` makes as many as it needs."""
     with torch.inference_mode(False):  # kept, so that any mode may use it
         exponent = torch.arange(0, dim, 2, dtype=torch.float32, device=device) / dim
-        return 1.0 / theta**exponent
+        return 1.0 / theta**exponent, torch.ones(1, device=device)
 
 
 def rope_interleaved(x: Tensor, rotation: Tensor) -> Tensor:

@@ -236,6 +236,10 @@ def _store(row_N: Tensor, *others: Tensor) -> str | None:
     return None if all(t.stride(-1) == 1 for t in (row_N, *others)) else "takes contiguous columns"
 
 
+def _next_rows(start_B: Tensor, table_BP: Tensor) -> str | None:
+    return None if table_BP.stride(1) == 1 else "takes contiguous tables"
+
+
 def _project(x: Tensor, *weights: Tensor) -> str | None:
     rotary = weights[3].shape[0] - weights[4].shape[0]
     if rotary & (rotary - 1):
@@ -248,8 +252,8 @@ def _absorbed(q_nope: Tensor, rows: Tensor, up: Tensor) -> str | None:
     if wrong is not None:
         return wrong
     nope, value = q_nope.shape[3], up.shape[1] - q_nope.shape[3]
-    if nope % 64 or value % 128:
-        return f"takes heads of multiples of 64 and 128, not {nope} and {value}"
+    if nope % 64 or value % 64:
+        return f"takes heads of multiples of 64, not {nope} and {value}"
     return _plain_bf16(q_nope, rows, up)
 
 
@@ -483,10 +487,12 @@ OPERATORS: dict[str, tuple[Fast, ...]] = {
     ),
     "add_rms_norm": (Fast("triton.add_rms_norm", _triton, _add_norm, _load_triton("add_rms_norm")),),
     "store": (Fast("triton.store", _triton, _store, _load_triton("store")),),
+    "next_rows": (Fast("triton.next_rows", _triton, _next_rows, _load_triton("next_rows")),),
     "project": (
         Fast("triton.project", _triton, _project, _load_triton("project")),
         Fast("cpu.project", _compiler, _cpu_few, _load_cpu("project")),
     ),
+    "project_into": (Fast("triton.project", _triton, _project, _load_triton("project")),),
     "dense_attention": (),
     "sparse_attention": (
         Fast("cuda.sparse_mla", _hopper, _sparse_mla, _load_sparse_mla),

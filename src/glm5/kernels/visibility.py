@@ -49,7 +49,7 @@ class Visibility:
     """Query (b, t) sees key slots `first_BT[b, t] <= s <= last_BT[b, t]`; an empty interval is padding.
 
     Args:
-        first_BT, last_BT: int64 [B, T], inclusive bounds in key slots.
+        first_BT, last_BT: int64 (or int32, as kernels take them) [B, T], inclusive bounds in key slots.
         offset: set when every row is plainly causal (`first = 0`, `last = offset + t`), which lets an operator
             use a fused causal kernel; None says nothing.
         slots: upper bound (exclusive) of the slots that any query sees, known without reading the tensors.

@@ -26,6 +26,7 @@ from glm5.model.config import ModelConfig
 from glm5.model.indexer import Indexer
 from glm5.model.layers import Linear, RMSNorm
 from glm5.model.packed import unpack_rows
+from glm5.model.paged import PagedBatch
 from glm5.model.trace import Aux, Trace
 
 # One multiply-add of gathered single-query attention costs about so many of a masked matrix product's, since the gather
@@ -79,7 +80,8 @@ class MLA(nn.Module):
             sparse: restrict to the indexer's top-k; False attends to everything visible (before DSA adaptation).
             slot_BT: where new tokens go in the cache, when they don't follow `visible.offset` in every row.
         """
-        few = None if torch.is_grad_enabled() or self.q_a_proj.bias is not None else self._few(x_BTD, rope)
+        into = cache.pools(self.layer) if isinstance(cache, PagedBatch) else None
+        few = None if torch.is_grad_enabled() or self.q_a_proj.bias is not None else self._few(x_BTD, rope, into)
         index_q: tuple[Tensor, Tensor] | None
         if few is not None:
             q_full, rows, index_keys, index_q = few
@@ -93,6 +95,8 @@ class MLA(nn.Module):
             index_q = None
         if cache is None:
             parts = [Part(visible, rows, index_keys)]
+        elif isinstance(cache, PagedBatch) and into is not None and rows is into[1]:  # written already
+            parts = cache.parts(self.layer)
         else:
             parts = cache.store(self.layer, slot_BT, visible, rows, index_keys)
 
@@ -184,17 +188,22 @@ class MLA(nn.Module):
         """What the cache holds of each position: its normed latent and its rotated key, [B, T, L + R]."""
         return latent_rows(kv_BTX, self.kv_a_layernorm.weight, rope, self.kv_a_layernorm.eps)
 
-    def _few(self, x_BTD: Tensor, rope: Tensor) -> tuple[Tensor, Tensor, Tensor, tuple[Tensor, Tensor]] | None:
-        """What `forward` makes of x up to attention: by one operator, or of a few tokens by two joined products."""
+    def _few(
+        self, x_BTD: Tensor, rope: Tensor, into: tuple[Tensor, Tensor, Tensor] | None
+    ) -> tuple[Tensor, Tensor, Tensor, tuple[Tensor, Tensor]] | None:
+        """What `forward` makes of x up to attention: by one operator, or of a few tokens by two joined products. An
+        operator that can writes rows and keys into the pools, and these are returned in their place."""
         indexer, norm, k_norm = self.indexer, self.kv_a_layernorm, self.indexer.k_norm
         query = (self.q_a_proj.weight, self.q_a_layernorm.weight, self.q_b_proj.weight)
         latent = (self.kv_a_proj_with_mqa.weight, norm.weight)
         index = (indexer.wq_b.weight, indexer.wk.weight, k_norm.weight, k_norm.bias, indexer.weights_proj.weight)
         heads = (self.heads, indexer.heads)
-        whole = pick("project", x_BTD, *query, *latent, *index)
+        placed = None if into is None else pick("project_into", x_BTD, *query, *latent, *index)
+        whole = placed or pick("project", x_BTD, *query, *latent, *index)
         if whole is not None:
             eps = (self.q_a_layernorm.eps, norm.eps, k_norm.eps)
-            q, rows, keys, *index_q = whole(x_BTD, rope, query, latent, index, heads, eps)
+            options = {} if placed is None else {"into": into}
+            q, rows, keys, *index_q = whole(x_BTD, rope, query, latent, index, heads, eps, **options)
             return q, rows, keys, tuple(index_q)
         if not Joined.pays(x_BTD):
             return None

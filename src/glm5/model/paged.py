@@ -141,8 +141,7 @@ class PagedBatch:
     Attributes:
         runs, first: as given.
         offsets: where each run's rows begin in the flat batch. order: the runs in the order of the batch.
-        row_N: each row's place in a pool. ends_N: whether it is the last of a page.
-        position_1N: rotary positions.
+        row_N: each row's place in a pool. position_1N: rotary positions.
     """
 
     by_row = False
@@ -173,18 +172,26 @@ class PagedBatch:
             at += len(indices) * count
         self._place(parts, first)
 
-    def _place(self, parts: Sequence[tuple[Visibility, Pages]], first: int) -> None:
-        """Lay out groups of rows behind each other: what those of each see, and where their keys are."""
+    def _place(
+        self, parts: Sequence[tuple[Visibility, Pages]], first: int, rows: Sequence[Tensor] | None = None
+    ) -> None:
+        """Lay out groups of rows behind each other: what those of each see, where their keys are, and where their own
+        places are if that is known."""
         at = 0
         self.groups: list[_Group] = []
         for visible, pages in parts:
             batch, queries = visible.last_BT.shape
             self.groups.append(_Group(at, batch, queries, visible, pages))
             at += batch * queries
-        slot_N = torch.cat([visible.last_BT.flatten() for visible, _ in parts])
-        self.row_N = torch.cat([pages.rows(visible.last_BT).flatten() for visible, pages in parts])
-        self.position_1N = (slot_N - first)[None]
-        self.ends_N = slot_N % self.size == self.size - 1
+        rows = rows or [pages.rows(visible.last_BT) for visible, pages in parts]
+        self.row_N = _together([row_BT.flatten() for row_BT in rows])
+        slot_N = _together([visible.last_BT.flatten() for visible, _ in parts])
+        self.position_1N = (slot_N - first if first else slot_N)[None]
+
+    @property
+    def ends_N(self) -> Tensor:
+        """Whether each row is the last of a page."""
+        return self.row_N % self.size == self.size - 1
 
     @property
     def visible(self) -> Visibility:
@@ -204,6 +211,14 @@ class PagedBatch:
         """Write a layer's new rows; what each group reads. Slots and visibility are this batch's own."""
         self.write(layer, rows_1NX, index_1NI)
         return self.parts(layer)
+
+    def pools(self, layer: int) -> tuple[Tensor, Tensor, Tensor] | None:
+        """For an operator that writes a layer's new rows itself: where they go, and the pools of rows and index keys;
+        None where what is written is made of them first."""
+        if self.cache.fp8:
+            return None
+        rows, index_keys = self.cache.layers[layer]
+        return self.row_N, rows, index_keys
 
     def write(self, layer: int, rows_1NX: Tensor, index_1NI: Tensor) -> None:
         """Write a layer's new rows."""
@@ -231,6 +246,13 @@ class PagedBatch:
 
     def keep_hidden(self, hidden_1ND: Tensor) -> None:
         """Keep the trunk's hidden states of slots that end a page."""
-        if self.cache.draft and bool(self.ends_N.any()):
-            pages = self.row_N[self.ends_N] // self.size
-            self.cache.hidden[pages] = hidden_1ND[0, self.ends_N]
+        if not self.cache.draft:
+            return
+        ends_N = self.ends_N
+        if bool(ends_N.any()):
+            self.cache.hidden[self.row_N[ends_N] // self.size] = hidden_1ND[0, ends_N]
+
+
+def _together(parts: Sequence[Tensor]) -> Tensor:
+    """One behind the other; of one alone, that one."""
+    return parts[0] if len(parts) == 1 else torch.cat(list(parts))

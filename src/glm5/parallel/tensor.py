@@ -58,7 +58,7 @@ class RowLinear(LocalLinear):
 class ShardedMLA(MLA):
     """MLA whose indexer's parameters are gathered when it is called, so that it never reads its weights itself."""
 
-    def _few(self, x_BTD: Tensor, rope: Tensor) -> None:
+    def _few(self, x_BTD: Tensor, rope: Tensor, into: object) -> None:
         return None
 
 

@@ -25,6 +25,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from glm5.kernels.dispatch import pick
 from glm5.kernels.pages import Pages
 from glm5.kernels.visibility import Visibility
 from glm5.model.glm5 import GLM5
@@ -117,9 +118,15 @@ class StaticBatch(PagedBatch):
         by_row: bool = False,
     ) -> None:
         self.cache, self.size, self.spare, self.by_row = cache, cache.size, spare, by_row
-        last_BT = start_B[:, None] + torch.arange(queries, device=start_B.device)
-        visible = Visibility(torch.full_like(last_BT, first), last_BT, table_BP.shape[1] * cache.size)
-        self._place([(visible, Pages(table_BP, cache.size))], first=first)
+        pages, slots = Pages(table_BP, cache.size), table_BP.shape[1] * cache.size
+        fast, rows = pick("next_rows", start_B, table_BP), None
+        if fast is not None:
+            first_BT, last_BT, row_BT = fast(start_B, table_BP, cache.size, queries, first)
+            rows = [row_BT]
+        else:
+            last_BT = start_B[:, None] + torch.arange(queries, device=start_B.device)
+            first_BT = torch.full_like(last_BT, first)
+        self._place([(Visibility(first_BT, last_BT, slots), pages)], first, rows)
 
     def keep_hidden(self, hidden_1ND: Tensor) -> None:
         """Keep the trunk's hidden states of slots that end a page, without asking whether there are any."""
@@ -141,7 +148,7 @@ class _Step:
         self._host_BX[:, 0] = self.first
         self._host_table_BP = torch.full((rows, pages), graphs.spare, dtype=torch.int64, pin_memory=pinned)
         self._device_BX, self._table_BP = self._host_BX.to(device), self._host_table_BP.to(device)
-        self._tables: list[tuple[int, ...]] = [()] * rows  # what the host's table holds of each row
+        self._tables: list[Sequence[int]] = [()] * rows  # what the host's table holds of each row
         self._copied = torch.cuda.Event() if pinned else None
         self._prepare(rows, device)
         self._replay = graphs.record(self._run)
@@ -170,12 +177,14 @@ class _Step:
             used, last = row < len(runs), row * self._queries
             given = [runs[row].start, last + runs[row].count - 1, *ids[row]] if used else [self.first, last]
             rows.append(given + [0] * (2 + self._queries - len(given)))
-            table = tuple(runs[row].table[:pages]) if used else ()
-            if table != before:
+            table: Sequence[int] = runs[row].table if used else ()
+            if len(table) > pages:
+                table = table[:pages]
+            if table != before:  # quick where it is the list of which `before` is a copy
                 kept = len(before) if table[: len(before)] == before else 0
                 self._host_table_BP[row, kept : len(table)] = torch.tensor(table[kept:], dtype=torch.int64)
                 self._host_table_BP[row, len(table) :] = self._graphs.spare
-                self._tables[row], changed = table, True
+                self._tables[row], changed = table[:], True
         self._host_BX.copy_(torch.tensor(rows))
         self._device_BX.copy_(self._host_BX, non_blocking=True)
         if changed:

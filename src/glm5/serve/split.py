@@ -67,5 +67,8 @@ class SplitBatch(PagedBatch):
         self.whole.write(layer, both[..., :width], both[..., width:])
         return self.parts(layer)
 
+    def pools(self, layer: int) -> None:
+        """None: everyone's rows are gathered before they are written."""
+
     def keep_hidden(self, hidden_1ND: Tensor) -> None:
         """Left to the whole batch, when everyone's rows are there."""

@@ -206,7 +206,9 @@ __global__ void __launch_bounds__(kThreads, kCluster == 1 ? 3 : 1) stable_topk_k
     if (threadIdx.x == 0) shared.count = 0;
     __syncthreads();
     if (kCluster > 1) hopper::cluster_arrive();  // rank 0's counter is ready; awaited before the pushes
-    asm volatile("griddepcontrol.wait;" ::: "memory");  // this launch may begin while the one that writes the scores ends
+    // This launch may begin while the one that writes the scores ends, and the next while this one works.
+    asm volatile("griddepcontrol.wait;" ::: "memory");
+    asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
     const int first = params.first ? max(0, params.first[n]) : 0;
     const int last = params.last ? min(params.last[n], params.slots - 1) : params.slots - 1;
     const int span = max(0, last - first + 1), k = min(params.k, params.width);

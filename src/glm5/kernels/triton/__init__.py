@@ -27,6 +27,7 @@ _HOME = {
     "rms_norm": "glm5.kernels.triton.basic",
     "add_rms_norm": "glm5.kernels.triton.basic",
     "store": "glm5.kernels.triton.basic",
+    "next_rows": "glm5.kernels.triton.basic",
     "row_product": "glm5.kernels.triton.row",
     "silu_times": "glm5.kernels.triton.basic",
     "product": "glm5.kernels.triton.basic",

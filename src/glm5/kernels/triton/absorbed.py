@@ -16,7 +16,8 @@ from torch import Tensor
 
 from glm5.kernels.triton.early import begin, early
 
-FEW = 64  # tokens up to which the Triton kernel runs
+FEW = 64  # tokens up to which the Triton kernels run
+ROW_TILE = 16384  # elements of the matrix that a program takes, where there is one token
 
 
 @triton.jit
@@ -51,6 +52,33 @@ def _by_head(
 
 
 @triton.jit
+def _row_by_head(
+    x_ptr, w_ptr, out_ptr, rope_ptr, x_head, w_head, w_in, w_out, out_head, rope_head,
+    X: tl.constexpr, Y: tl.constexpr, R: tl.constexpr, BLOCK_X: tl.constexpr, BLOCK_Y: tl.constexpr,
+    EARLY: tl.constexpr,
+):  # fmt: skip
+    """`_by_head` of one token, without the matrix instruction. A program's piece of the matrix is on its way before the
+    launch waits for the one before it: the selection, or attention of one query, which leave the memory idle."""
+    head = tl.program_id(0).to(tl.int64)
+    block = tl.program_id(1)
+    if block * BLOCK_Y >= Y:
+        begin(EARLY)
+        col_R = tl.arange(0, R)
+        tl.store(out_ptr + head * out_head + Y + col_R, tl.load(rope_ptr + head * rope_head + col_R))
+    else:
+        col_X = tl.arange(0, BLOCK_X)
+        col_Y = block * BLOCK_Y + tl.arange(0, BLOCK_Y)
+        real_X = col_X < X
+        weight = tl.load(
+            w_ptr + head * w_head + col_X[:, None] * w_in + col_Y[None, :] * w_out, mask=real_X[:, None], other=0.0
+        )
+        begin(EARLY)
+        x_X = tl.load(x_ptr + head * x_head + col_X, mask=real_X, other=0.0).to(tl.float32)
+        out_Y = tl.sum(weight.to(tl.float32) * x_X[:, None], 0)
+        tl.store(out_ptr + head * out_head + col_Y, out_Y.to(out_ptr.dtype.element_ty))
+
+
+@triton.jit
 def _beside(
     x_ptr, out_ptr, x_stride, x_head, out_stride, out_head,
     H: tl.constexpr, R: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_R: tl.constexpr,
@@ -68,10 +96,11 @@ def by_head(x_NHX: Tensor, weight_HXY: Tensor, rope_NHR: Tensor | None = None) -
     """Every head's rows times its own matrix: [N, H, Y], and `rope_NHR` behind, [N, H, Y + R].
 
     Args:
-        x_NHX, rope_NHR: contiguous columns, any other strides. weight_HXY: any strides.
+        x_NHX, rope_NHR: contiguous columns, any other strides. weight_HXY: any strides; the launch just before may not
+            write it, since it is read before that is waited for.
 
     Raises:
-        ValueError: widths that the kernel does not tile: X a multiple of 64, Y of 128, R a power of two.
+        ValueError: widths that the kernels do not tile: X and Y are multiples of 64, R is a power of two.
     """
     (tokens, heads, width), columns = x_NHX.shape, weight_HXY.shape[2]
     rotary = 0 if rope_NHR is None else rope_NHR.shape[-1]
@@ -86,11 +115,20 @@ def by_head(x_NHX: Tensor, weight_HXY: Tensor, rope_NHR: Tensor | None = None) -
                 H=heads, R=rotary, BLOCK_H=triton.next_power_of_2(heads), BLOCK_R=triton.next_power_of_2(rotary),
             )  # fmt: skip
         return out
-    block_x, block_y = 64, 128
+    block_x, block_y = 128 if width % 128 == 0 else 64, 64
     if width % block_x or columns % block_y or rotary & (rotary - 1):
-        raise ValueError(f"by_head takes widths that are multiples of 64 and 128, not {width} and {columns} + {rotary}")
-    block_t = max(16, min(64, triton.next_power_of_2(tokens)))
+        raise ValueError(f"by_head takes widths that are multiples of 64, not {width} and {columns} + {rotary}")
     rope = x_NHX if rope_NHR is None else rope_NHR
+    if tokens == 1:
+        block_x = triton.next_power_of_2(width)
+        block_y = min(64, max(1, ROW_TILE // block_x))
+        _row_by_head[(heads, columns // block_y + (rotary > 0))](
+            x_NHX, weight_HXY, out, rope,
+            x_NHX.stride(1), *weight_HXY.stride(), out.stride(1), rope.stride(1),
+            X=width, Y=columns, R=max(rotary, 1), BLOCK_X=block_x, BLOCK_Y=block_y, num_warps=4, **early(x_NHX),
+        )  # fmt: skip
+        return out
+    block_t = max(16, min(64, triton.next_power_of_2(tokens)))
     _by_head[(heads, columns // block_y + (rotary > 0), triton.cdiv(tokens, block_t))](
         x_NHX, weight_HXY, out, rope, tokens,
         x_NHX.stride(0), x_NHX.stride(1), *weight_HXY.stride(), out.stride(0), out.stride(1),

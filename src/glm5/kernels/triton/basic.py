@@ -105,7 +105,44 @@ def store(row_N: Tensor, *pools: tuple[Tensor, Tensor]) -> None:
 
 
 @triton.jit
-def _silu_times(gate_ptr, up_ptr, out_ptr, gate_stride, up_stride, F, BLOCK: tl.constexpr):
+def _next_rows(
+    start_ptr, table_ptr, first_ptr, last_ptr, row_ptr, start_stride, table_stride, first, rows,
+    QUERIES: tl.constexpr, SIZE: tl.constexpr, BLOCK: tl.constexpr, EARLY: tl.constexpr,
+):  # fmt: skip
+    begin(EARLY)
+    at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    real = at < rows
+    sequence = (at // QUERIES).to(tl.int64)
+    slot = tl.load(start_ptr + sequence * start_stride, mask=real, other=0) + at % QUERIES
+    page = tl.load(table_ptr + sequence * table_stride + slot // SIZE, mask=real, other=0)
+    tl.store(first_ptr + at, tl.zeros([BLOCK], tl.int32) + first, mask=real)
+    tl.store(last_ptr + at, slot.to(tl.int32), mask=real)
+    tl.store(row_ptr + at, page * SIZE + slot % SIZE, mask=real)
+
+
+def next_rows(start_B: Tensor, table_BP: Tensor, size: int, queries: int, first: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Each sequence's `queries` rows from slot start_B on: the first and the last slot that each sees, int32 [B, T],
+    and where it lies in a pool of pages of `size` slots, int64 [B, T].
+
+    Args:
+        start_B, table_BP: int64, any strides but the table's contiguous columns, which hold all those slots.
+    """
+    batch = start_B.shape[0]
+    first_BT, last_BT = torch.empty(2, batch, queries, dtype=torch.int32, device=start_B.device).unbind()
+    row_BT = torch.empty(batch, queries, dtype=torch.int64, device=start_B.device)
+    if row_BT.numel():
+        _next_rows[(triton.cdiv(batch * queries, 128),)](
+            start_B, table_BP, first_BT, last_BT, row_BT, start_B.stride(0), table_BP.stride(0), first, batch * queries,
+            QUERIES=queries, SIZE=size, BLOCK=128, num_warps=4, **early(start_B),
+        )  # fmt: skip
+    return first_BT, last_BT, row_BT
+
+
+@triton.jit
+def _silu_times(
+    gate_ptr, up_ptr, out_ptr, gate_stride, up_stride, F, BLOCK: tl.constexpr, EARLY: tl.constexpr
+):  # fmt: skip
+    begin(EARLY)
     row = tl.program_id(0).to(tl.int64)
     col = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     real = col < F
@@ -124,7 +161,9 @@ def silu_times(gate: Tensor, up: Tensor) -> Tensor:
     if gates.shape[0]:
         block = min(2048, triton.next_power_of_2(inner))
         grid = (gates.shape[0], triton.cdiv(inner, block))
-        _silu_times[grid](gates, ups, out, gates.stride(0), ups.stride(0), inner, BLOCK=block, num_warps=4)
+        _silu_times[grid](
+            gates, ups, out, gates.stride(0), ups.stride(0), inner, BLOCK=block, num_warps=4, **early(gate)
+        )
     return out
 
 

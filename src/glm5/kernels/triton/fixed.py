@@ -29,7 +29,7 @@ from glm5.kernels.triton.basic import add_rms_norm, rms_norm, store
 from glm5.kernels.triton.indexing import index_scores, index_select
 from glm5.kernels.triton.mla import _attend
 from glm5.kernels.triton.moe import grouped_swiglu
-from glm5.kernels.triton.routing import RUN, _choose, _logits, route
+from glm5.kernels.triton.routing import RUN, _logits, choose, route
 from glm5.kernels.visibility import Visibility
 
 LOG2E = 1.4426950408889634
@@ -148,7 +148,7 @@ def router(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """As `routing.router`: the width is divided into as many shares for one token as for many."""
     if x_ND.dtype == torch.float32:  # which is not the sum of a few products of tensor cores
-        return _choose(linear(x_ND, weight_ED)[None], bias_E, top_k, normalise, scaling)
+        return choose(linear(x_ND, weight_ED)[None], bias_E, top_k, normalise, scaling)
     (tokens, width), experts = x_ND.shape, weight_ED.shape[0]
     tile = dict(BLOCK_T=64, BLOCK_E=64, BLOCK_D=64)
     shares = triton.cdiv(width, RUN * 64)
@@ -158,7 +158,7 @@ def router(
             x_ND, weight_ED, parts, tokens, width, x_ND.stride(0),
             E=experts, STEPS=RUN, RUN=RUN, num_warps=4, num_stages=3, **tile,
         )  # fmt: skip
-    return _choose(parts, bias_E, top_k, normalise, scaling)
+    return choose(parts, bias_E, top_k, normalise, scaling)
 
 
 @triton.jit

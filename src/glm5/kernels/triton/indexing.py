@@ -17,9 +17,9 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
-from triton.language.extra.cuda import gdc_launch_dependents
 
 from glm5.kernels.pages import Pages
+from glm5.kernels.triton.early import begin
 from glm5.kernels.triton.scoring import score_tile
 
 
@@ -32,8 +32,7 @@ def _scores(
     J: tl.constexpr, I: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_S: tl.constexpr, FILL: tl.constexpr,
     SCALED: tl.constexpr, PAGE: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
-    if EARLY:
-        gdc_launch_dependents()
+    begin(EARLY)
     group = tl.program_id(0)
     part = tl.program_id(1)
     batch = tl.program_id(2).to(tl.int64)
@@ -55,16 +54,16 @@ def _scores(
     highest = tl.max(last_Q, 0)
     out_Q = out_ptr + (batch * queries + query_Q.to(tl.int64)) * out_stride
     if FILL:
-        begin = part * tiles_each * BLOCK_S
+        origin = part * tiles_each * BLOCK_S
     else:  # what is seen decides, and not how much there could be
         lowest = tl.minimum(lowest, slots) // BLOCK_S * BLOCK_S
         tiles_each = tl.cdiv(tl.cdiv(tl.maximum(highest + 1 - lowest, 0), BLOCK_S), tl.num_programs(1))
-        begin = lowest + part * tiles_each * BLOCK_S
-    end = tl.minimum(slots, begin + tiles_each * BLOCK_S)
-    seen_from = tl.maximum(begin, lowest // BLOCK_S * BLOCK_S)
+        origin = lowest + part * tiles_each * BLOCK_S
+    end = tl.minimum(slots, origin + tiles_each * BLOCK_S)
+    seen_from = tl.maximum(origin, lowest // BLOCK_S * BLOCK_S)
     seen_to = tl.minimum(end, highest + 1)
     if FILL:
-        for start in range(begin, tl.minimum(seen_from, end), BLOCK_S):
+        for start in range(origin, tl.minimum(seen_from, end), BLOCK_S):
             s_S = start + tl.arange(0, BLOCK_S)
             blank = tl.full([BLOCK_S, BLOCK_Q], -float("inf"), tl.float32)
             tl.store(out_Q[None, :] + s_S[:, None], blank, mask=(s_S < slots)[:, None] & real_Q[None, :])
@@ -77,8 +76,8 @@ def _scores(
         )  # fmt: skip
         tl.store(out_Q[None, :] + s_S[:, None], score_SQ, mask=(s_S < slots)[:, None] & real_Q[None, :])
     if FILL:
-        after = tl.maximum(begin, tl.cdiv(tl.maximum(seen_to, 0), BLOCK_S) * BLOCK_S)
-        after = tl.where(seen_to > seen_from, after, tl.maximum(begin, tl.minimum(seen_from, end)))
+        after = tl.maximum(origin, tl.cdiv(tl.maximum(seen_to, 0), BLOCK_S) * BLOCK_S)
+        after = tl.where(seen_to > seen_from, after, tl.maximum(origin, tl.minimum(seen_from, end)))
         for start in range(after, end, BLOCK_S):
             s_S = start + tl.arange(0, BLOCK_S)
             blank = tl.full([BLOCK_S, BLOCK_Q], -float("inf"), tl.float32)
@@ -115,7 +114,7 @@ def index_scores(
         pages: k_BSI is a pool [1, R, I], and a sequence's keys are where they say; S is then the slots of its row of
             the table.
         key_scale_BS: fp32 [B, S] (with pages [1, R]), of keys in e4m3; each score is multiplied by its key's.
-        early: let the next launch begin before this one ends, if it asks for that: it must wait before it reads.
+        early: begin while the launch before ends, and let the next do so (see `early`).
 
     Raises:
         ValueError: widths or strides that the kernel does not take.
@@ -147,8 +146,7 @@ def index_scores(
         k_BSI.stride(0) if pages is None else 0, k_BSI.stride(1),
         scale.stride(0) if pages is None else 0, scale.stride(1), slots,
         J=heads, I=width, BLOCK_Q=block_q, BLOCK_S=block_s, FILL=fill, SCALED=key_scale_BS is not None,
-        PAGE=0 if pages is None else pages.size, EARLY=early,
-        num_warps=warps, num_stages=stages,
+        PAGE=0 if pages is None else pages.size, EARLY=early, launch_pdl=early, num_warps=warps, num_stages=stages,
     )  # fmt: skip
     return out
 

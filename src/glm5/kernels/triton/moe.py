@@ -18,6 +18,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from glm5.kernels.triton.early import begin, early
 from glm5.kernels.triton.segments import find_tile, mix, segments
 
 TAIL = 32  # pairs up to which an expert's last tile is a small one
@@ -27,9 +28,10 @@ TAIL = 32  # pairs up to which an expert's last tile is a small one
 def _gate_up(
     x_ptr, weight_ptr, pair_ptr, offset_ptr, hidden_ptr, D, F, x_stride,
     M: tl.constexpr, E: tl.constexpr, P: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, TAIL: tl.constexpr = 0,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, TAIL: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """hidden[position] = silu(gate x) * up x. With TAIL an expert's last tile is so small where that suffices."""
+    begin(EARLY)
     expert, first, past = find_tile(offset_ptr, tl.program_id(1), E, P, BLOCK_M)
     if expert == E:
         return
@@ -77,8 +79,10 @@ def _gate_up_rows(
 def _down(
     hidden_ptr, weight_ptr, pair_ptr, offset_ptr, part_ptr, D, F,
     E: tl.constexpr, P: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_F: tl.constexpr,
+    EARLY: tl.constexpr,
 ):  # fmt: skip
     """part[pair] = down hidden."""
+    begin(EARLY)
     expert, first, past = find_tile(offset_ptr, tl.program_id(1), E, P, BLOCK_M)
     if expert == E:
         return
@@ -180,7 +184,7 @@ def grouped_swiglu(
     _gate_up[(triton.cdiv(inner, first[1]), most)](
         x_ND, gate_up_EFD, pair, offset, hidden, width, inner, x_ND.stride(0),
         M=choices, E=experts, P=padded, BLOCK_M=block_m, BLOCK_N=first[1], BLOCK_D=first[2],
-        TAIL=tail if wide else 0, num_warps=first[3], num_stages=first[4],
+        TAIL=tail if wide else 0, num_warps=first[3], num_stages=first[4], **early(x_ND),
     )  # fmt: skip
     sizes = dict(BLOCK_M=block_m, BLOCK_N=second[1], BLOCK_F=second[2], num_warps=second[3], num_stages=second[4])
     grid = (triton.cdiv(width, second[1]), most)
@@ -192,7 +196,7 @@ def grouped_swiglu(
             **sizes,
         )  # fmt: skip
     else:
-        _down[grid](hidden, down_EDF, pair, offset, part, width, inner, E=experts, P=padded, **sizes)
+        _down[grid](hidden, down_EDF, pair, offset, part, width, inner, E=experts, P=padded, **sizes, **early(x_ND))
     mix(part, weight_NM, y_ND)
     return y_ND
 

@@ -45,10 +45,11 @@ def _turn_heads(
 @triton.jit
 def _prepare(
     q_ptr, iq_ptr, kv_ptr, ik_ptr, iw_ptr, rope_ptr, kv_gain_ptr, k_gain_ptr, k_bias_ptr,
-    row_ptr, key_ptr, weight_ptr,
+    row_ptr, key_ptr, place_ptr, weight_ptr,
     up_stride, down_stride, kv_eps, k_eps, w_scale,
     H: tl.constexpr, J: tl.constexpr, N: tl.constexpr, HALF: tl.constexpr, L: tl.constexpr, I: tl.constexpr,
-    G: tl.constexpr, BLOCK_L: tl.constexpr, BLOCK_I: tl.constexpr, BLOCK_J: tl.constexpr, EARLY: tl.constexpr,
+    G: tl.constexpr, BLOCK_L: tl.constexpr, BLOCK_I: tl.constexpr, BLOCK_J: tl.constexpr, PLACED: tl.constexpr,
+    EARLY: tl.constexpr,
 ):  # fmt: skip
     begin(EARLY)
     token = tl.program_id(0).to(tl.int64)
@@ -63,8 +64,9 @@ def _prepare(
         kind = row_ptr.dtype.element_ty
         kv_ptr += token * down_stride
         ik_ptr += token * down_stride
-        row_ptr += token * (L + 2 * HALF)
-        key_ptr += token * I
+        place = tl.load(place_ptr + token) if PLACED else token
+        row_ptr += place * (L + 2 * HALF)
+        key_ptr += place * I
         turn = tl.arange(0, 2 * HALF)
         cos, sin = tl.split(tl.reshape(tl.load(rope_ptr + turn), [1, HALF, 2]))
         # The cache row: normed latent, rotated key.
@@ -103,6 +105,7 @@ def prepare(
     kv_norm: tuple[Tensor, float],
     k_norm: tuple[Tensor, Tensor, float],
     heads: tuple[int, int],
+    into: tuple[Tensor, Tensor, Tensor] | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """What attention and cache take, from the products that an attention layer makes of its input.
 
@@ -110,10 +113,11 @@ def prepare(
         up: q [B, T, H * (N + R)] and index_q [B, T, J * I], parts of one contiguous product; rotated in place.
         down: kv [B, T, L + R], index_k [B, T, I] and index_w [B, T, J], parts of another.
         rope: rotations, complex [B, T, R / 2]. kv_norm: gain, eps. k_norm: gain, bias, eps. heads: H and J.
+        into: where rows and index keys go: to rows int64 [B * T] of two contiguous pools [..., L + R] and [..., I].
 
     Returns:
         q [B, T, H, N + R], rows [B, T, L + R], index_keys [B, T, I], index_q [B, T, J, I], and head weights fp32
-        [B, T, J] with both scales in.
+        [B, T, J] with both scales in; with `into` the pools in place of rows and index_keys.
 
     Raises:
         ValueError: half of the rotary width is no power of two.
@@ -124,7 +128,10 @@ def prepare(
     latent, nope = kv.shape[-1] - 2 * half, q.shape[-1] // main - 2 * half
     if half & (half - 1):
         raise ValueError(f"prepare takes rotary widths that are powers of two, not {2 * half}")
-    rows, keys = (kv.new_empty(batch, tokens, width) for width in (latent + 2 * half, index_width))
+    if into is None:
+        rows, keys = (kv.new_empty(batch, tokens, width) for width in (latent + 2 * half, index_width))
+    else:
+        rows, keys = into[1:]
     weights = torch.empty(batch, tokens, index, dtype=torch.float32, device=q.device)
     (kv_gain, kv_eps), (k_gain, k_bias, k_eps) = kv_norm, k_norm
     if batch * tokens:
@@ -132,11 +139,11 @@ def prepare(
         parts = 1 + triton.cdiv(main, group) + triton.cdiv(index, group)
         _prepare[(batch * tokens, parts)](
             q, index_q, kv, index_k, index_w, torch.view_as_real(rope.contiguous()), kv_gain, k_gain, k_bias,
-            rows, keys, weights,
+            rows, keys, rows if into is None else into[0], weights,
             q.stride(1), kv.stride(1), kv_eps, k_eps, (index * index_width) ** -0.5,
             H=main, J=index, N=nope, HALF=half, L=latent, I=index_width, G=group,
             BLOCK_L=triton.next_power_of_2(latent), BLOCK_I=triton.next_power_of_2(index_width),
-            BLOCK_J=triton.next_power_of_2(index), num_warps=4, **early(q),
+            BLOCK_J=triton.next_power_of_2(index), PLACED=into is not None, num_warps=4, **early(q),
         )  # fmt: skip
     return q.unflatten(-1, (main, -1)), rows, keys, index_q.unflatten(-1, (index, -1)), weights
 
@@ -149,6 +156,7 @@ def project(
     indexer: tuple[Tensor, Tensor, Tensor, Tensor, Tensor],
     heads: tuple[int, int],
     eps: tuple[float, float, float],
+    into: tuple[Tensor, Tensor, Tensor] | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Everything that an attention layer makes of x up to attention.
 
@@ -156,7 +164,7 @@ def project(
         rope: rotations [B, T, R / 2].
         query: q_a [Q, D], its norm's gain [Q], q_b [H * (N + R), Q]. latent: kv_a [L + R, D], its norm's gain [L].
         indexer: wq_b [J * I, Q], wk [I, D], its norm's gain and bias [I], weights_proj [J, D].
-        heads: H and J. eps: of the three norms, in that order.
+        heads: H and J. eps: of the three norms, in that order. into: see `prepare`.
 
     Returns:
         As `prepare`.
@@ -170,4 +178,5 @@ def project(
     else:
         up = product(rms_norm(q_latent, q_gain, eps[0]), *ups)
     q, index_q = up.split_with_sizes([w.shape[0] for w in ups], -1)
-    return prepare((q, index_q), (kv, index_k, index_w), rope, (kv_gain, eps[1]), (k_gain, k_bias, eps[2]), heads)
+    norms = (kv_gain, eps[1]), (k_gain, k_bias, eps[2])
+    return prepare((q, index_q), (kv, index_k, index_w), rope, *norms, heads, into)

@@ -18,6 +18,8 @@ import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from glm5.kernels.triton.early import begin, early
+
 FEW = 256  # tokens up to which programs divide the weights themselves
 BLOCK_D = 64
 RUN = 6  # steps of as many columns that the tensor cores add by themselves
@@ -81,12 +83,13 @@ def _logits_wide(
 def _logits(
     x_ptr, w_ptr, part_ptr, tokens, D, x_stride,
     E: tl.constexpr, STEPS: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_E: tl.constexpr, BLOCK_D: tl.constexpr,
-    RUN: tl.constexpr,
+    RUN: tl.constexpr, EARLY: tl.constexpr = False,
 ):  # fmt: skip
     """part[share, token, expert] = the share of x w^T of columns [share * STEPS * BLOCK_D, …).
 
     The tensor cores cut off what they add to a larger sum: after RUN steps theirs is added to one of the program's own.
     """
+    begin(EARLY)
     token_T = tl.program_id(0) * BLOCK_T + tl.arange(0, BLOCK_T)
     expert_E = tl.program_id(1) * BLOCK_E + tl.arange(0, BLOCK_E)
     share = tl.program_id(2)
@@ -113,8 +116,10 @@ def _logits(
 def _route(
     logit_ptr, sum_ptr, bias_ptr, expert_ptr, weight_ptr, score_ptr, logit_stride, share_stride, scaling,
     E: tl.constexpr, P: tl.constexpr, M: tl.constexpr, MP: tl.constexpr, SHARES: tl.constexpr, NORMALISE: tl.constexpr,
+    EARLY: tl.constexpr,
 ):  # fmt: skip
     """Logits are the sum of SHARES parts, which goes to `sum_ptr` where there are several."""
+    begin(EARLY)
     token = tl.program_id(0).to(tl.int64)
     slot_P = tl.arange(0, P)
     real_P = slot_P < E
@@ -146,7 +151,7 @@ def route(
     logits_NE: Tensor, bias_E: Tensor, top_k: int, *, normalise: bool, scaling: float
 ) -> tuple[Tensor, Tensor, Tensor]:
     """As `glm5.kernels.moe.route` with one group: expert_NM int64, weight_NM and score_NE fp32. Bias is fp32."""
-    return _choose(logits_NE[None], bias_E, top_k, normalise, scaling)[1:]
+    return choose(logits_NE[None], bias_E, top_k, normalise, scaling)[1:]
 
 
 def router(
@@ -178,13 +183,16 @@ def router(
         warps = 8 if block_t == 128 else 4
         _logits_wide[(tiles[1], tiles[0], shares)](x_desc, thirds_desc, parts, tokens, **sizes, num_warps=warps)
     elif tokens:
-        _logits[(*tiles, shares)](x_ND, weight_ED, parts, tokens, width, x_ND.stride(0), **sizes, num_warps=4)
-    return _choose(parts, bias_E, top_k, normalise, scaling)
+        _logits[(*tiles, shares)](
+            x_ND, weight_ED, parts, tokens, width, x_ND.stride(0), **sizes, num_warps=4, **early(x_ND)
+        )
+    return choose(parts, bias_E, top_k, normalise, scaling)
 
 
-def _choose(
+def choose(
     parts_SNE: Tensor, bias_E: Tensor, top_k: int, normalise: bool, scaling: float
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """`route` of logits that are the sum of parts [S, N, E], beside that sum."""
     shares, tokens, experts = parts_SNE.shape
     device = parts_SNE.device
     logits = parts_SNE[0] if shares == 1 else torch.empty(tokens, experts, dtype=torch.float32, device=device)
@@ -195,6 +203,6 @@ def _choose(
         _route[(tokens,)](
             parts_SNE, logits, bias_E, expert, weight, score, parts_SNE.stride(1), parts_SNE.stride(0), scaling,
             E=experts, P=triton.next_power_of_2(experts), M=top_k, MP=triton.next_power_of_2(top_k),
-            SHARES=shares, NORMALISE=normalise, num_warps=1,
+            SHARES=shares, NORMALISE=normalise, num_warps=1, **early(parts_SNE),
         )  # fmt: skip
     return logits, expert, weight, score

@@ -52,7 +52,7 @@ def row_product(x: Tensor, weight_NK: Tensor, gain: Tensor | None = None, eps: f
     rows, width = weight_NK.shape
     out = x.new_empty(*x.shape[:-1], rows)
     if gain is not None:
-        block_n, block_k, warps = 8, triton.next_power_of_2(width), 4
+        block_n, block_k, warps = 4, triton.next_power_of_2(width), 4
     elif width <= 2048:
         block_n, block_k, warps = 2, 1024, 4
     else:

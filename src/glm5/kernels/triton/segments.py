@@ -9,10 +9,16 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from glm5.kernels.triton.early import begin, early
+
 
 @triton.jit
-def _count(expert_ptr, offset_ptr, cursor_ptr, pairs, E: tl.constexpr, P: tl.constexpr, CHUNK: tl.constexpr):
+def _count(
+    expert_ptr, offset_ptr, cursor_ptr, pairs, E: tl.constexpr, P: tl.constexpr, CHUNK: tl.constexpr,
+    EARLY: tl.constexpr,
+):  # fmt: skip
     """offset[e] = pairs of experts before e (offset[E] = all of them); cursor = offset, for the scatter."""
+    begin(EARLY)
     slot_P = tl.arange(0, P)
     count_P = tl.zeros([P], tl.int32)
     for start in range(0, pairs, CHUNK):
@@ -27,8 +33,9 @@ def _count(expert_ptr, offset_ptr, cursor_ptr, pairs, E: tl.constexpr, P: tl.con
 
 
 @triton.jit
-def _scatter(expert_ptr, cursor_ptr, pair_ptr, position_ptr, pairs, CHUNK: tl.constexpr):
+def _scatter(expert_ptr, cursor_ptr, pair_ptr, position_ptr, pairs, CHUNK: tl.constexpr, EARLY: tl.constexpr):
     """pair[position] = index of a (token, choice) pair, grouped by expert; position[pair] the other way round."""
+    begin(EARLY)
     at = tl.program_id(0) * CHUNK + tl.arange(0, CHUNK)
     real = at < pairs
     expert = tl.load(expert_ptr + at, mask=real, other=0)
@@ -64,8 +71,9 @@ def _in_order(x_ptr, position_ptr, out_ptr, D, x_stride, M: tl.constexpr, BLOCK_
 
 
 @triton.jit
-def _mix(part_ptr, weight_ptr, y_ptr, D, M: tl.constexpr, BLOCK_D: tl.constexpr):
+def _mix(part_ptr, weight_ptr, y_ptr, D, M: tl.constexpr, BLOCK_D: tl.constexpr, EARLY: tl.constexpr):
     """y[token] = sum over its choices of weight * part, in fp32, in the order of the choices."""
+    begin(EARLY)
     token = tl.program_id(0).to(tl.int64)
     col = tl.program_id(1) * BLOCK_D + tl.arange(0, BLOCK_D)
     real = col < D
@@ -90,9 +98,10 @@ def segments(expert_NM: Tensor, experts: int) -> tuple[Tensor, Tensor, Tensor]:
     chunk = 1024 if pairs <= 4096 else 8192
     padded = triton.next_power_of_2(experts)
     _count[(1,)](
-        expert_NM, offset, cursor, pairs, E=experts, P=padded, CHUNK=chunk, num_warps=8 if chunk == 1024 else 16
-    )
-    _scatter[(triton.cdiv(pairs, 256),)](expert_NM, cursor, pair, position, pairs, CHUNK=256)
+        expert_NM, offset, cursor, pairs, E=experts, P=padded, CHUNK=chunk, num_warps=8 if chunk == 1024 else 16,
+        **early(expert_NM),
+    )  # fmt: skip
+    _scatter[(triton.cdiv(pairs, 256),)](expert_NM, cursor, pair, position, pairs, CHUNK=256, **early(expert_NM))
     return offset, pair, position
 
 
@@ -110,4 +119,4 @@ def in_order(x_ND: Tensor, position_NM: Tensor) -> Tensor:
 def mix(part: Tensor, weight_NM: Tensor, y_ND: Tensor) -> None:
     """y[token] = the sum over its pairs' rows of `part` [N M, D], weighted, in the order of its choices."""
     (tokens, width), choices = y_ND.shape, weight_NM.shape[1]
-    _mix[(tokens, triton.cdiv(width, 2048))](part, weight_NM, y_ND, width, M=choices, BLOCK_D=2048)
+    _mix[(tokens, triton.cdiv(width, 2048))](part, weight_NM, y_ND, width, M=choices, BLOCK_D=2048, **early(part))
