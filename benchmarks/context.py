@@ -7,8 +7,10 @@ A small model of GLM-5's attention widths (512 + 64 latent, top-2,048, the index
 stage: cross-entropy and the indexers' loss, backward, Muon Split. Without torchrun it runs on one device. Prints JSON
 lines as they come: what was begun, each length's first step (which compiles kernels), then for each cut of the row
 (spans by cost, equal pieces in order) time, peak memory beside what `glm5.train.estimate` says, and balance: "slowest
-/ mean" is of the ranks' own time in attention, in a forward pass with waits around every layer. A length that would
-take longer than --budget seconds, by the growth of the one before, is left out. `docs/long-sequences.md` quotes it.
+/ mean" is of the ranks' own time in attention, in a forward pass with waits around every layer. With --dense attention
+is dense, without the indexers' loss, and the cuts are spans by cost whose latents travel ("positions"), and whose
+queries, keys and values do ("heads"). A length that would take longer than --budget seconds, by the growth of the one
+before, is left out. `docs/long-sequences.md` quotes it.
 """
 
 from __future__ import annotations
@@ -26,6 +28,7 @@ from torch import Tensor
 
 from glm5.data.balance import context_spans
 from glm5.kernels.cross_entropy import linear_cross_entropy
+from glm5.kernels.visibility import Visibility
 from glm5.ledger.compute import training_cost
 from glm5.model.config import ModelConfig
 from glm5.model.glm5 import GLM5
@@ -129,15 +132,17 @@ class Bench:
         ways = world.group("cp") if ranks > 1 else None
         cost_T = training_cost(self.config).queries(np.arange(1, tokens + 1))
         edges = np.linspace(0, tokens, ranks + 1).astype(int).tolist()
-        cuts = {"by cost": context_spans(cost_T, ranks)}
-        if ranks > 1 and not self.args.by_cost_only:
+        sparse, whole = not self.args.dense, Visibility.causal(1, tokens, device=world.device)
+        by_cost = context_spans(cost_T, ranks)
+        cuts = {"by cost": by_cost} if sparse else {"heads": by_cost, "positions": by_cost}
+        if sparse and ranks > 1 and not self.args.by_cost_only:
             cuts["in order"] = tuple(((a, b),) for a, b in pairwise(edges))
 
         def step(rows: ContextRows) -> float:
-            aux = rows.aux(indexer=True)
-            hidden = model.hidden(rows.own(ids[:, :-1]), cache=rows, sparse=True, aux=aux)
+            aux = rows.aux(indexer=sparse)
+            hidden = model.hidden(rows.own(ids[:, :-1]), cache=rows, sparse=sparse, aux=aux)
             loss = linear_cross_entropy(hidden[0], model.lm_head.weight, rows.own(ids[:, 1:])[0]).loss_sum
-            ((loss + aux.indexer_kl()) / tokens).backward()
+            ((loss + aux.indexer_kl() if sparse else loss) / tokens).backward()
             self.optimizer.step()
             self.optimizer.zero_grad(set_to_none=True)
             total = loss.detach() / tokens
@@ -145,7 +150,7 @@ class Bench:
             return float(total)
 
         for name, spans in cuts.items():
-            rows = ContextRows(spans, torch.zeros_like(ids), ways)
+            rows = ContextRows(spans, torch.zeros_like(ids), ways, seen=[whole] * (name == "heads"))
             began = time.perf_counter()
             losses = [step(rows)]
             self.say(tokens=tokens, cut=name, first_step_s=round(time.perf_counter() - began, 2), loss=losses[0])
@@ -161,8 +166,11 @@ class Bench:
             said = self.predicted(tokens) / 2**30
             most = max(world.gather_objects(peak))
             self.say(**row, tokens_per_s=round(tokens / seconds), peak_gib=round(most, 2), estimate_gib=round(said, 2))
+            if name == "heads":  # which does not wait for rows
+                self.say(**row, losses=losses)
+                continue
             with Clock(model, world.device) as clock, torch.no_grad():
-                model.hidden(rows.own(ids[:, :-1]), cache=rows, sparse=True)
+                model.hidden(rows.own(ids[:, :-1]), cache=rows, sparse=sparse)
             reshard(model)
             own = world.gather_objects(clock.seconds)
             slowest = max(own) / (sum(own) / len(own))
@@ -171,7 +179,7 @@ class Bench:
     def predicted(self, tokens: int) -> float:
         """Bytes on one rank by formula."""
         train = TrainConfig(
-            stage="sparse",
+            stage="pretrain" if self.args.dense else "sparse",
             batch=BatchWarmup(1, 1, 0),
             micro_batch=1,
             mtp_depths=0,
@@ -189,6 +197,7 @@ def main() -> None:
     parser.add_argument("--budget", type=float, default=600.0, help="seconds, from the first line on")
     parser.add_argument("--recompute", nargs="*", default=[], help="attention, feed-forward, layer")
     parser.add_argument("--by-cost-only", action="store_true", help="leave out the cut in order")
+    parser.add_argument("--dense", action="store_true", help="dense attention, by heads and by positions")
     parser.add_argument("--small", action="store_true", help="nano's widths, for CPUs")
     args = parser.parse_args()
     torch.manual_seed(0)

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from glm5.parallel.context import context_ways
+from glm5.parallel.context import ContextRows, context_ways
 from glm5.parallel.exchange import Hierarchy
 from glm5.parallel.mesh import Mesh, World
 from glm5.train.config import TrainConfig
@@ -22,6 +22,8 @@ from support.training import dataset
 TOLERANCE = 3e-5
 STEPS: dict[str, dict[str, Any]] = {
     "pretrain": dict(),
+    "heads": dict(model_num_attention_heads=4, model_num_key_value_heads=4),
+    "positions": dict(by_heads=False),
     "warmup": dict(stage="warmup", mtp_depths=1),
     "sparse": dict(stage="sparse", mtp_share=0.25, micro_batch=1),
 }
@@ -43,7 +45,13 @@ def expected(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def _compare(world: World, directory: str) -> list[str]:
     """What is wrong on this rank, in words."""
-    wrong = []
+    wrong, divided, attend = [], [], ContextRows.attend
+
+    def attended(self: ContextRows, *args: Any) -> torch.Tensor:
+        divided.append(args)
+        return attend(self, *args)
+
+    ContextRows.attend = attended  # type: ignore[method-assign]
     os.environ["LOCAL_WORLD_SIZE"] = "2"  # as if two hosts held four ranks
     hosts = context_ways(world)
     if isinstance(hosts, Hierarchy) != (world.mesh.cp > 2):
@@ -51,7 +59,13 @@ def _compare(world: World, directory: str) -> list[str]:
     for name, options in STEPS.items():
         *expected, measured = torch.load(f"{directory}/{name}.pt")
         of = make(world, directory, f"{world.mesh}-{name}", **options)
+        divided.clear()
         own, figures = gradients(of)
+        local = of.model.config.num_attention_heads // world.count("tp")
+        if bool(divided) != (
+            options.get("by_heads", name != "sparse" and name != "warmup") and local % world.mesh.cp == 0
+        ):
+            wrong.append(f"{name}: {len(divided)} calls divided by heads")
         wrong += [f"{name}: {w}" for w in unlike(of, own, figures, tuple(expected), TOLERANCE)]
         fresh = make(world, directory, f"{world.mesh}-held")
         again = vars(held_out(fresh.model, of.loader.dataset, sparse=name != "warmup", ranks=fresh.ranks))

@@ -28,12 +28,13 @@ APART = ("tokens_per_second", "tflops_per_device", "memory_mib", "indexer_kl", "
 def make(world: World | None, directory: str | Path, run: str = "run", **changes: Any) -> Trainer:
     """A trainer of `tiny` on the tokens in `directory`, the same in every process.
 
-    `rows`: in a step. `crowd`: added to the router's bias of expert 0, which then gets every token. `gather_once`: of
-    the Trainer. `recompute`: parts of layers, and `layout`: of stages, on ranks alone. `seq_len`, `strategy`: of the
-    dataset. Other changes are fields of `TrainConfig`, or with `model_` before their name of `ModelConfig`.
+    `rows`: in a step. `crowd`: added to the router's bias of expert 0, which then gets every token. `gather_once`,
+    `by_heads`: of the Trainer. `recompute`: parts of layers, and `layout`: of stages, on ranks alone. `seq_len`,
+    `strategy`: of the dataset. Other changes are fields of `TrainConfig`, or with `model_` before their name of
+    `ModelConfig`.
     """
     rows, crowd, once = changes.pop("rows", 4), changes.pop("crowd", 0.0), changes.pop("gather_once", False)
-    parts, layout = changes.pop("recompute", ()), changes.pop("layout", "")
+    parts, layout, heads = changes.pop("recompute", ()), changes.pop("layout", ""), changes.pop("by_heads", True)
     of_rows = changes.pop("seq_len", SEQ_LEN), 4, changes.pop("strategy", "best-fit")
     shape = {k.removeprefix("model_"): changes.pop(k) for k in list(changes) if k.startswith("model_")}
     settings: dict[str, Any] = dict(
@@ -52,7 +53,8 @@ def make(world: World | None, directory: str | Path, run: str = "run", **changes
             bias[0] += crowd
     data = TokenDataset.open(Path(directory) / "tokens", *of_rows)
     how = PipelineOptions() if world is None else PipelineOptions(recompute=parts, layout=layout)
-    return Trainer(config, model, Loader(data, config.seed), Path(directory) / run, world, how, gather_once=once)
+    options = dict(gather_once=once, by_heads=heads)
+    return Trainer(config, model, Loader(data, config.seed), Path(directory) / run, world, how, **options)
 
 
 def gradients(of: Trainer) -> tuple[dict[str, Tensor], dict[str, Any]]:

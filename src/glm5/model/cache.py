@@ -85,6 +85,14 @@ class SharedRows(ABC):
         """Give others the new rows; everyone's, in the order of slots."""
 
     @abstractmethod
+    def by_heads(self, *heads: int) -> bool:
+        """Whether `attend` is there, and takes so many heads of queries, of keys."""
+
+    @abstractmethod
+    def attend(self, q_BTHX: Tensor, k_BTGX: Tensor, v_BTGV: Tensor, scale: float) -> Tensor:
+        """Dense attention [B, T, H, V] of the positions held here, every process doing some heads of the whole rows."""
+
+    @abstractmethod
     def ahead(self, depth: int) -> SharedRows:
         """The same at an MTP depth: positions whose token so far ahead is of another document see nothing."""
 

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from glm5.kernels.attention import attention_logit_max, dense_attention
 from glm5.kernels.basic import rope_interleaved
 from glm5.kernels.visibility import Visibility
-from glm5.model.cache import Keys
+from glm5.model.cache import Keys, SharedRows
 from glm5.model.config import ModelConfig
 from glm5.model.layers import Linear
 from glm5.model.trace import Aux, Trace
@@ -52,6 +52,10 @@ class GQA(nn.Module):
         q = self._rotate(self.q_proj(x_BTD).unflatten(-1, (self.heads, -1)), rope)
         k = self._rotate(self.k_proj(x_BTD).unflatten(-1, (self.groups, -1)), rope)
         v = self.v_proj(x_BTD)
+        measured = aux is not None and aux.logits
+        if isinstance(cache, SharedRows) and not measured and cache.by_heads(self.heads, self.groups):
+            out = cache.attend(q, k, v.unflatten(-1, (self.groups, -1)), self.width**-0.5)
+            return self.o_proj(out.flatten(-2))
         if cache is not None:
             (held,) = cache.store(self.layer, slot_BT, visible, k.flatten(-2), v)
             k = held.rows[:, : visible.slots].unflatten(-1, (self.groups, -1))

@@ -21,7 +21,7 @@ from glm5.kernels.indexer_fp8 import IndexKeys, index_select_fp8, round_queries
 from glm5.kernels.indexer_loss import indexer_loss
 from glm5.kernels.pages import Pages
 from glm5.kernels.visibility import Visibility
-from glm5.model.cache import Keys, Part
+from glm5.model.cache import Keys, Part, SharedRows
 from glm5.model.config import ModelConfig
 from glm5.model.indexer import Indexer
 from glm5.model.layers import Linear, RMSNorm
@@ -93,6 +93,8 @@ class MLA(nn.Module):
             indexed = sparse or cache is not None or trace is not None or (aux is not None and aux.indexer)
             index_keys = self.indexer.keys(x_BTD, rope) if indexed else rows
             index_q = None
+        if isinstance(cache, SharedRows) and not sparse and not _measured(aux) and cache.by_heads(self.heads):
+            return self.o_proj(cache.attend(q_full, *self._expand(rows), self.scale).flatten(-2))
         if cache is None:
             parts = [Part(visible, rows, index_keys)]
         elif isinstance(cache, PagedBatch) and into is not None and rows is into[1]:  # written already
@@ -131,7 +133,7 @@ class MLA(nn.Module):
             selected = self._select(index_q, part, trace)
         if part.by_row and selected is None:
             selected = part.visible.positions_BTK
-        measured = aux is not None and (aux.indexer or aux.logits)  # needs queries and keys, gradients or not
+        measured = _measured(aux)
         trained = measured or torch.is_grad_enabled()
         absorbed = part.by_row or self._prefers_absorbed(q_nope.shape[1], visible, selected)
         if trained:
@@ -301,6 +303,11 @@ class MLA(nn.Module):
         if selected is None:
             return fold + queries * seen * absorbed < expand + queries * seen * wide
         return fold + queries * selected.shape[-1] * absorbed * GATHER_COST < expand + queries * seen * wide
+
+
+def _measured(aux: Aux | None) -> bool:
+    """Whether queries and all keys are wanted, gradients or not."""
+    return aux is not None and (aux.indexer or aux.logits)
 
 
 def _by_head(x_BTHX: Tensor, weight_HXY: Tensor) -> Tensor:

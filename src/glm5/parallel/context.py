@@ -6,6 +6,10 @@ exchange, and every rank scores, selects and attends for its own queries over al
 the whole row: causality, documents, rotary angles and the top-k's ties (to the lower position) are those of one
 process, so the selection is the same. Backward adds up the ranks' gradients of each row in fp32.
 
+Dense attention has no selection to share and looks at everything. There queries, keys and values travel instead, in one
+all-to-all each: every rank attends for some of the heads over the whole rows, by the operators of one process, and
+sends the results back. Whatever measures logits or the indexers' loss needs all heads, and takes the latents.
+
     spans   = context_spans(cost of each position, ranks)              who holds what: glm5.data.balance
     rows    = ContextRows(spans, first_BS, group)
     hidden  = model.hidden(rows.own(ids), cache=rows, aux=rows.aux(...))
@@ -31,10 +35,11 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from glm5.data.balance import Span
+from glm5.kernels.attention import dense_attention
 from glm5.kernels.visibility import Visibility
 from glm5.model.cache import Part, SharedRows
 from glm5.model.trace import Aux
-from glm5.parallel.exchange import Hierarchy, Ways, gather, place_in, scatter_sum
+from glm5.parallel.exchange import HeadExchange, Hierarchy, Ways, gather, place_in, scatter_sum
 from glm5.parallel.mesh import World
 from glm5.utils.errors import ConfigError
 
@@ -66,6 +71,8 @@ class ContextRows(SharedRows):
             `depths` more slots than T.
         ways: the group, or the groups within and between hosts; None for one rank alone.
         indexed: whether index keys are wanted: not in dense training without an indexer's loss.
+        seen: what the positions of the whole rows see, then at each MTP depth; with it, dense attention is divided by
+            heads where they divide.
 
     Attributes:
         tokens: T.
@@ -81,6 +88,7 @@ class ContextRows(SharedRows):
         ways: Ways | None,
         *,
         indexed: bool = True,
+        seen: Sequence[Visibility] = (),
     ) -> None:
         place, ranks = (0, 1) if ways is None else place_in(ways)
         if len(spans) != ranks:
@@ -92,7 +100,7 @@ class ContextRows(SharedRows):
             rule = f"must cover the {first_BS.shape[1]} slots of a row from 0 on, each once"
             raise ConfigError("spans", list(map(list, spans)), rule)
         device = first_BS.device
-        self._ways, self._indexed = ways, indexed
+        self._ways, self._indexed, self._seen = ways, indexed, tuple(seen)
         self._spans, self._first_BS, self.tokens = spans, first_BS.long(), tokens
         # Ranks' shares are gathered at one length; where each slot is then found.
         self._share = max(len(h) for h in held)
@@ -138,6 +146,23 @@ class ContextRows(SharedRows):
         both = _Gathered.apply(torch.cat((rows_BTX, index_BTI), dim=-1), self)
         return [Part(visible, *both.split((rows_BTX.shape[-1], index_BTI.shape[-1]), dim=-1))]
 
+    def by_heads(self, *heads: int) -> bool:
+        """As `SharedRows`."""
+        ranks = 1 if self._ways is None else place_in(self._ways)[1]
+        return bool(self._seen) and not any(count % ranks for count in heads)
+
+    def attend(self, q_BTHX: Tensor, k_BTGX: Tensor, v_BTGV: Tensor, scale: float) -> Tensor:
+        """As `SharedRows`."""
+        here = q_BTHX.shape[1]
+        shares = [F.pad(x, (0, 0, 0, 0, 0, self._share - here)) for x in (q_BTHX, k_BTGX, v_BTGV)]
+        exchange = None if self._ways is None else HeadExchange(self._ways)
+        of_heads = shares if exchange is None else exchange.to_heads(*shares)
+        q, k, v = (x.index_select(1, self._found_S) for x in of_heads)
+        out = dense_attention(q, k, v, self._seen[0], scale)
+        found = out.new_zeros(len(out), of_heads[0].shape[1], *out.shape[2:]).index_copy(1, self._found_S, out)
+        back = found if exchange is None else exchange.to_positions(found)[0]
+        return back[:, :here]
+
     def ahead(self, depth: int) -> ContextRows:
         """As `SharedRows`.
 
@@ -151,6 +176,7 @@ class ContextRows(SharedRows):
         seen_BT = here_BT.masked_fill(here_BT != there_BT, self.tokens)
         other = copy.copy(self)
         other.visible = replace(self.visible, first_BT=seen_BT)
+        other._seen = self._seen[depth:]
         return other
 
 

@@ -156,13 +156,13 @@ class HeadExchange:
     """Between two ways of sharding [B, T, H, X]: by positions (all heads here) and by heads (all positions here).
 
     Args:
-        hierarchy: the ranks that share a sequence.
+        ways: how the ranks that share a sequence reach each other.
 
     All tensors of one call travel as a pipeline: while one is between hosts, the next moves within its host.
     """
 
-    def __init__(self, hierarchy: Hierarchy) -> None:
-        self.hierarchy = hierarchy
+    def __init__(self, ways: Ways) -> None:
+        self.ways = ways
 
     def to_heads(self, *tensors_BTHX: Tensor) -> list[Tensor]:
         """Each [B, T, H, X] of this rank's positions becomes [B, R T, H / R, X] of its heads, in rank order.
@@ -170,35 +170,38 @@ class HeadExchange:
         Raises:
             ConfigError: heads don't divide among the ranks.
         """
-        ranks = self.hierarchy.all.size()
+        ranks = place_in(self.ways)[1]
         for x in tensors_BTHX:
             if x.shape[2] % ranks:
                 raise ConfigError("heads", x.shape[2], f"must be a multiple of the {ranks} ranks that share a sequence")
-        return list(_Exchange.apply(self.hierarchy, True, *tensors_BTHX))
+        return list(_Exchange.apply(self.ways, True, *tensors_BTHX))
 
     def to_positions(self, *tensors_BShX: Tensor) -> list[Tensor]:
         """The way back: each [B, R T, h, X] becomes [B, T, R h, X]."""
-        return list(_Exchange.apply(self.hierarchy, False, *tensors_BShX))
+        return list(_Exchange.apply(self.ways, False, *tensors_BShX))
 
 
 class _Exchange(torch.autograd.Function):
     """Several tensors, pipelined; the gradients go back as one pipeline, too."""
 
     @staticmethod
-    def forward(ctx: Any, hierarchy: Hierarchy, heads: bool, *tensors: Tensor) -> tuple[Tensor, ...]:
-        ctx.hierarchy, ctx.heads = hierarchy, heads
-        return _pipeline(hierarchy, heads, tensors)
+    def forward(ctx: Any, ways: Ways, heads: bool, *tensors: Tensor) -> tuple[Tensor, ...]:
+        ctx.ways, ctx.heads = ways, heads
+        return _pipeline(ways, heads, tensors)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
-        return None, None, *_pipeline(ctx.hierarchy, not ctx.heads, grads)
+        return None, None, *_pipeline(ctx.ways, not ctx.heads, grads)
 
 
-def _pipeline(hierarchy: Hierarchy, heads: bool, tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:
-    ranks = hierarchy.all.size()
+def _pipeline(ways: Ways, heads: bool, tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:
+    ranks = place_in(ways)[1]
     # Cut along the axis that is whole here: heads on the way out, positions on the way back.
     parts = [torch.stack(x.chunk(ranks, 2 if heads else 1)) for x in tensors]
-    firsts = [_first(part, hierarchy) for part in parts]
-    seconds = [_second(first, hierarchy) for first in firsts]
+    if isinstance(ways, Hierarchy):
+        firsts = [_first(part, ways) for part in parts]
+        lasts = [_second(first, ways) for first in firsts]
+    else:
+        lasts = [_start(part, ways) for part in parts]
     # Join along the axis that was cut: positions of all ranks, or heads of all ranks.
-    return tuple(torch.cat(finish().unbind(0), dim=1 if heads else 2) for finish in seconds)
+    return tuple(torch.cat(finish().unbind(0), dim=1 if heads else 2) for finish in lasts)

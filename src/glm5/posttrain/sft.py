@@ -274,7 +274,7 @@ def train(config: SftConfig, dataset: ChatDataset, model: GLM5, run: Path, world
     """The training itself, in `run`."""
     check_stage(config.train, model.config, dataset)
     loader = MixedLoader(dataset, {s.path: s.ratio for s in config.sources}, config.train.seed)
-    how = (world, config.pipeline, config.gather_once, config.prefetch)
+    how = (world, config.pipeline, config.gather_once, config.prefetch, config.by_heads)
     trainer = Trainer(config.train, model, loader, run, *how)
     may_differ = {*MAY_DIFFER, *ALSO_MAY_DIFFER}
     trainer.run(resolved=replace(config, dry_run=False), may_differ=may_differ, title="sft")

@@ -94,7 +94,8 @@ class Groups:
         assert self.ranks.groups is not None
         seen_T = np.maximum(np.arange(1, batch.seq_len + 1) - batch.first_BT[0], 0)
         spans = context_spans(self.cost.queries(seen_T), size)
-        return rows.shared(ContextRows(spans, rows.first_BS, self.ranks.groups.ways(first, size)))
+        seen = rows.seen if self.ranks.by_heads else ()
+        return rows.shared(ContextRows(spans, rows.first_BS, self.ranks.groups.ways(first, size), seen=seen))
 
     def _figures(self, plan: BatchPlan, lengths: NDArray[np.int64]) -> dict[str, Any]:
         sizes = [group.size for step in plan.steps for group in step]

@@ -62,7 +62,7 @@ class Trainer:
         directory: of the run: checkpoints, metrics, configuration.
         world: the ranks that train together, each with the same arguments; None is one process. The model comes whole
             to every rank, and is placed as the world's mesh says.
-        pipeline: how its stages run, where the mesh has several. gather_once, prefetch: see `Ranks`.
+        pipeline: how its stages run, where the mesh has several. gather_once, prefetch, by_heads: see `Ranks`.
 
     A checkpoint that the directory already holds is resumed from, unless its configuration differs (an error).
 
@@ -80,9 +80,10 @@ class Trainer:
         pipeline: PipelineOptions | None = None,
         gather_once: bool = False,
         prefetch: int = 1,
+        by_heads: bool = True,
     ) -> None:
         check_stage(config, model.config, loader.dataset)
-        self.ranks = Ranks(world, gather_once=gather_once, prefetch=prefetch)
+        self.ranks = Ranks(world, gather_once=gather_once, prefetch=prefetch, by_heads=by_heads)
         if world is not None:
             check_batch(config, world.mesh)
         self.config, self.model, self.loader, self.directory = config, model, loader, Path(directory)

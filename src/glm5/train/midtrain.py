@@ -207,7 +207,7 @@ def _run(
     for number, (stage, loader) in enumerate(zip(config.stages, loaders, strict=True), 1):
         directory = run / f"{number}-{stage.name}"
         if trainer is None:
-            how = (world, config.pipeline, config.gather_once, config.prefetch)
+            how = (world, config.pipeline, config.gather_once, config.prefetch, config.by_heads)
             trainer = Trainer(stage.train, model, loader, directory, *how)
         else:
             trainer.go_on(stage.train, loader, directory)

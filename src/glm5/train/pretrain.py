@@ -241,7 +241,8 @@ def train(config: PretrainConfig, data: Prepared, run: Path, world: World | None
     else:
         model = GLM5(config.model, seed=config.init_seed).to(device)
     loader = Loader(data.training, config.train.seed)
-    trainer = Trainer(config.train, model, loader, run, world, config.pipeline, config.gather_once, config.prefetch)
+    how = (config.pipeline, config.gather_once, config.prefetch, config.by_heads)
+    trainer = Trainer(config.train, model, loader, run, world, *how)
     trainer.run(resolved=replace(config, dry_run=False), may_differ=ALSO_MAY_DIFFER, title="pretrain")
     return trainer
 

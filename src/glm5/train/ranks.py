@@ -120,11 +120,14 @@ class Ranks:
             last: a fraction of the communication, for the memory of whole parameters and fp32 gradients. On a mesh of
             shard=1, where parameters are whole anyway, nothing is then gathered at all.
         prefetch: see `parallelize`.
+        by_heads: where rows are shared, divide dense attention by heads (`ContextRows.attend`), not by positions.
     """
 
-    def __init__(self, world: World | None = None, *, gather_once: bool = False, prefetch: int = 1) -> None:
+    def __init__(
+        self, world: World | None = None, *, gather_once: bool = False, prefetch: int = 1, by_heads: bool = True
+    ) -> None:
         self.world, self.gather_once, self.prefetch = world, gather_once, prefetch
-        self.alone = world is None
+        self.alone, self.by_heads = world is None, by_heads
         self.copies = world is not None and gather_once and world.count("shard") == world.count("pp") == 1
         self._ways: Ways | None = None  # between context-parallel ranks
         self._groups: ContextGroups | None = None
@@ -262,7 +265,7 @@ class Ranks:
         spans = context_spans(cost.queries(seen_BT).sum(0), self.world.count("cp"))
         if self._ways is None:
             self._ways = context_ways(self.world)
-        return rows.shared(ContextRows(spans, rows.first_BS, self._ways))
+        return rows.shared(ContextRows(spans, rows.first_BS, self._ways, seen=rows.seen if self.by_heads else ()))
 
     @property
     def groups(self) -> ContextGroups | None:

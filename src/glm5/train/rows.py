@@ -148,11 +148,20 @@ class Rows:
     def visible(self, depth: int = 0) -> Visibility | None:
         """What the queries see, at an MTP depth those that have a token `depth` ahead in their document; None where
         `documents_BT` and `documents_BS` say it."""
-        if not self.layouts:
-            return None
+        return self._seen(depth) if self.layouts else None
+
+    def _seen(self, depth: int) -> Visibility:
+        """What the queries of the whole rows see, as `visible`."""
         first_BS, queries = self.first_BS, self.seq_len
+        if self.plain:
+            return Visibility.causal(len(first_BS), queries, device=first_BS.device)
         first_BT = inside(first_BS, depth, queries) if depth else first_BS[:, :queries]
-        return Visibility.documents(first_BT, self.layouts[depth])
+        return Visibility.documents(first_BT, self.layouts[depth] if self.layouts else None)
+
+    @property
+    def seen(self) -> tuple[Visibility, ...]:
+        """What the queries of whole rows see, then at every MTP depth that the slots ahead allow."""
+        return tuple(self._seen(depth) for depth in range(len(self.targets)))
 
     def head(self, rows: int, counted: int | None = None) -> Rows:
         """The first so many rows, of which all after the first `counted` are turned into padding."""

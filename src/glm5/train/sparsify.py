@@ -163,7 +163,7 @@ class Stages:
     def train(self, stage: TrainConfig, directory: Path, title: str) -> Trainer:
         """Run a stage, and take up what it made; on several ranks by way of DIRECTORY/model."""
         config, loader = self.config, Loader(rows_for(stage, self.data.training), stage.seed)
-        how = (self.world, config.pipeline, config.gather_once, config.prefetch)
+        how = (self.world, config.pipeline, config.gather_once, config.prefetch, config.by_heads)
         trainer = Trainer(stage, self.model, loader, directory, *how)
         trainer.run(title=title)
         if stage is not config.adapt:

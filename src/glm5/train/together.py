@@ -32,7 +32,7 @@ from glm5.utils.errors import ConfigError
 from glm5.utils.files import exclusive, read_json, require_writable, sha256_file, write_json
 
 # Fields that a resumed run may change: how the work is divided decides nothing that is computed.
-MESH_MAY_DIFFER = {"mesh", "gather_once", "prefetch", "restarts", "hang_seconds"}
+MESH_MAY_DIFFER = {"mesh", "gather_once", "prefetch", "by_heads", "restarts", "hang_seconds"}
 MESH_MAY_DIFFER |= {"schedule", "layout", "stages_per_rank", "reduce_every", "offload", "recompute"}
 
 
@@ -73,6 +73,9 @@ class MeshConfig(ProcessConfig):
     the last; faster, for the memory of whole parameters and fp32 gradients."""
     prefetch: int = 1
     """On several processes: blocks whose parameters are on their way while one computes; 0 leaves it to FSDP."""
+    by_heads: bool = True
+    """Where ranks share rows (cp, context_groups): divide dense attention by heads, for which queries, keys and values
+    travel; else by positions, for which the smaller latents do. Heads that don't divide go by positions anyway."""
     pipeline: PipelineOptions = field(default_factory=PipelineOptions)
     """How the stages run, where the mesh has pp."""
 
