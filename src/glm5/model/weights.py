@@ -328,19 +328,34 @@ def assign_tensors(model: GLM5, tensors: Mapping[str, Tensor]) -> None:
     for owner, tensor in model.state_dict().items():
         target[owner] = tensor
         target.update(public_tensors(owner, tensor))
-    problems = []
+    problems, finite = [], dict[str, Tensor]()
     for name, tensor in tensors.items():
         if name not in target:
             problems.append(f"unknown: {name}")
         elif tensor.shape != target[name].shape:
             problems.append(f"misshapen: {name} is {list(tensor.shape)}, must be {list(target[name].shape)}")
-        elif not bool(tensor.isfinite().all()):
-            problems.append(f"not finite: {name}")
+        else:
+            finite[name] = tensor.isfinite().all()
+    problems += [f"not finite: {name}" for name in failed(finite)]
     if problems:
         what = f"these weights do not fit the model, {len(problems)} problem(s)"
         raise CheckpointError("\n  ".join([what + ":", *problems]), "Send tensors of this model's public layout")
     for name, tensor in tensors.items():
         target[name].copy_(tensor)
+
+
+def failed(checks: Mapping[str, Tensor]) -> list[str]:
+    """The names whose check, one bool each on whatever device, came out False. A device is waited for once and not for
+    each of a model's thousands of tensors."""
+    by_device: dict[torch.device, list[str]] = {}
+    for name, check in checks.items():
+        by_device.setdefault(check.device, []).append(name)
+    told = {
+        name: ok
+        for names in by_device.values()
+        for name, ok in zip(names, torch.stack([checks[name] for name in names]).tolist(), strict=True)
+    }
+    return [name for name in checks if not told[name]]
 
 
 def _batches(stored: Mapping[str, _Stored]) -> Iterator[list[str]]:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from glm5.model.glm5 import GLM5
-from glm5.model.weights import disk_tensors
+from glm5.model.weights import disk_tensors, failed
 from glm5.utils.errors import CheckpointError
 
 Sums = Mapping[str, str]
@@ -42,9 +42,11 @@ def require_same(there: Mapping[str, Tensor], sent: Mapping[str, Tensor], versio
     Raises:
         CheckpointError: it has not; it names the first tensor.
     """
-    for name in sorted(sent.keys() | there.keys()):
-        if name not in sent or name not in there or not torch.equal(there[name], sent[name].to(there[name].dtype)):
-            raise _wrong(name, version, "Start again")
+    fits = {name for name in sent.keys() & there.keys() if sent[name].shape == there[name].shape}
+    wrong = {*failed({name: (there[name] == sent[name].to(there[name].dtype)).all() for name in fits})}
+    wrong |= (sent.keys() | there.keys()) - fits
+    if wrong:
+        raise _wrong(min(wrong), version, "Start again")
 
 
 def _wrong(name: str, version: int, mend: str) -> CheckpointError:
