@@ -39,8 +39,8 @@ from glm5.posttrain.sft import SftConfig, conversations
 from glm5.text import Tokenizer, load_tokenizer
 from glm5.train.loop import Trainer
 from glm5.train.schedule import LearningRate
+from learning import training
 from reason_learning import Seed
-from tuning import tuning
 
 TASKS = (
     'spell_backward:{"min_word_len":3,"max_word_len":4}',
@@ -93,15 +93,15 @@ class Minutes:
     def tuned(self, model: GLM5, files: list[Path], tokenizer: Tokenizer) -> GLM5:
         """After --sft-steps steps, in fp32."""
         args, scratch = self.args, self.directory / "sft"
-        training = tuning(args, args.seed, batch=args.sft_rows)
+        train = training(args, args.seed, batch=args.sft_rows)
         data = tuple(map(str, files))
-        config = SftConfig(checkpoint="none", data=data, seq_len=args.seq_len, device=args.device, train=training)
+        config = SftConfig(checkpoint="none", data=data, seq_len=args.seq_len, device=args.device, train=train)
         dataset = conversations(config, tokenizer, scratch, begun=False).dataset(args.seq_len, 1)
         self.say(f"{dataset.rows:,} rows of {dataset.seq_len} tokens")
         loader = MixedLoader(dataset, {source.path: source.ratio for source in config.sources}, args.seed)
-        trainer = Trainer(training, model, loader, scratch)
+        trainer = Trainer(train, model, loader, scratch)
         with open(self.directory / "sft.jsonl", "w") as file:
-            while trainer.finished_steps < training.steps:
+            while trainer.finished_steps < train.steps:
                 record = {"step": trainer.finished_steps + 1, **trainer.step()}
                 self.write(file, record)
                 if trainer.finished_steps % 20 == 0:
