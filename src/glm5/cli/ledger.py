@@ -1,24 +1,20 @@
 """`glm5 ledger`: print the ledger of a configuration, or plan whether a layout fits on a device.
 
-A table on a terminal, aligned plain lines when piped, JSON on request. No torch. Read next: `glm5.ledger.table`
-and `glm5.ledger.plan`, which do the reckoning.
+Tables, or JSON on request. No torch. Read next: `glm5.ledger.table` and `glm5.ledger.plan`, which do the reckoning;
+`ledger_tables`.
 """
 
 from __future__ import annotations
 
 import json
-import sys
 from dataclasses import dataclass, fields
 from itertools import groupby
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import tyro
-from rich.box import SIMPLE_HEAD
-from rich.console import Console
-from rich.table import Table
-from rich.text import Text
 
+from glm5.cli.ledger_tables import Block, print_blocks, print_lines, without_empty_columns
 from glm5.ledger.claims import Row, Verdict
 from glm5.ledger.devices import device
 from glm5.ledger.disputes import MEASURED, WORDS
@@ -131,24 +127,6 @@ def _reject_planning_options(options: LedgerOptions) -> None:
 
 
 # --------------------------------------------------------------------------- the ledger
-_STYLES: dict[str, str] = {
-    "exact": "green",
-    "consistent": "cyan",
-    "conflict": "bold red",
-    "not computable": "yellow",
-}
-
-
-@dataclass(frozen=True)
-class Block:
-    """A table: its title, column names, which of them align right, and rows; a plain string is a section's name."""
-
-    title: str
-    columns: tuple[str, ...]
-    right: tuple[str, ...]
-    rows: list[tuple[str, ...] | str]
-
-
 def _show_ledger(config: ModelConfig, options: LedgerOptions) -> int:
     context = config.max_position_embeddings if options.context is None else options.context
     rows = [r for r in ledger(config, context) if options.only in (None, r.verdict)]
@@ -164,11 +142,11 @@ def _show_ledger(config: ModelConfig, options: LedgerOptions) -> int:
         return 0
     name = options.config + (f" with {options.variant}" if options.variant else "")
     whose = "the published GLM-5" if is_published(config) else "not the published GLM-5, so figures without claims"
-    _print_blocks(_blocks(rows, f"Ledger of {name} ({whose}), {context:,} tokens"))
+    print_blocks(_blocks(rows, f"Ledger of {name} ({whose}), {context:,} tokens"))
     conflicts = [r for r in rows if r.verdict == "conflict" and not r.in_words]
     notes = [f"{r.label}: {r.claim} ({r.source}), but {r.ours} by the formula; {r.why}." for r in conflicts]
     lines = [f"{i:3}. {text}" for i, text in enumerate(notes, 1)]
-    _print_lines([*(["Why they conflict", *lines, ""] if lines else []), _summary(rows)])
+    print_lines([*(["Why they conflict", *lines, ""] if lines else []), _summary(rows)])
     return 0
 
 
@@ -194,15 +172,7 @@ def _blocks(rows: list[Row], title: str) -> list[Block]:
         Block(WORDS, ("matter", "we follow", "other reading", "source", "verdict", "why"), (), words),
         Block(MEASURED, ("figure", "claimed", "source", "verdict", "needs"), (), measured),
     ]
-    return [_without_empty_columns(b) for b in blocks if b.rows]
-
-
-def _without_empty_columns(block: Block) -> Block:
-    """The same without columns in which nothing stands, as claims for a configuration that nobody wrote about."""
-    cells = [row for row in block.rows if not isinstance(row, str)]
-    kept = [i for i in range(len(block.columns)) if any(row[i] for row in cells)]
-    rows = [row if isinstance(row, str) else tuple(row[i] for i in kept) for row in block.rows]
-    return Block(block.title, tuple(block.columns[i] for i in kept), block.right, rows)
+    return [without_empty_columns(b) for b in blocks if b.rows]
 
 
 def _summary(rows: list[Row]) -> str:
@@ -213,90 +183,6 @@ def _summary(rows: list[Row]) -> str:
     listed = ", ".join(f"{n} {verdict}" for verdict, n in counts.items() if n)
     ending = f"; {free} figures without a claim." if free else "."
     return f"{sum(counts.values())} claims: {listed}{ending}"
-
-
-# --------------------------------------------------------------------------- printing
-def _print_blocks(blocks: list[Block]) -> None:
-    if not sys.stdout.isatty():
-        for block in blocks:
-            _print_plain(block)
-        return
-    console = Console(highlight=False)
-    for whole in blocks:
-        block = whole if _width(whole) <= console.width else _stacked(whole)
-        table = Table(box=SIMPLE_HEAD, title=block.title, title_style="bold", title_justify="left", pad_edge=False)
-        for name in block.columns:
-            right = name in block.right
-            quiet = name in ("source", "formula", "why", "needs")
-            table.add_column(
-                name,
-                justify="right" if right else "left",
-                no_wrap=right or name in ("verdict", "size"),
-                overflow="fold",
-                style="dim" if quiet else "",
-            )
-        for row in block.rows:
-            if isinstance(row, str):
-                table.add_section()
-                table.add_row(Text(row, style="bold"))
-            else:
-                table.add_row(*map(_styled, row))
-        console.print(table)
-
-
-def _widths(block: Block) -> list[int]:
-    rows = [block.columns, *(r for r in block.rows if not isinstance(r, str))]
-    return [max(len(row[i]) for row in rows) for i in range(len(block.columns))]
-
-
-def _width(block: Block) -> int:
-    """Columns of a terminal that the block needs, its last column wrapped to 40."""
-    *widths, last = _widths(block)
-    return sum(widths) + min(last, 40) + 3 * len(block.columns)
-
-
-def _styled(cell: str) -> Text:
-    """A verdict in its colour; what `_stacked` put below a label dimmed."""
-    first, _, rest = cell.partition("\n")
-    text = Text(first, style=_STYLES.get(first, ""))
-    return text.append(f"\n{rest}", style="dim") if rest else text
-
-
-def _stacked(block: Block) -> Block:
-    """The same for a narrow terminal: the last column (and the source) below the first, to save their width."""
-    last = len(block.columns) - 1
-    below = [i for i, name in enumerate(block.columns) if i == last or name == "source"]
-    kept = [i for i in range(last) if i not in below]
-
-    def stack(row: tuple[str, ...]) -> tuple[str, ...]:
-        label = "\n".join(filter(None, [row[0], *(row[i] for i in reversed(below))]))
-        return (label if row[0] else f" \n{label}", *(row[i] for i in kept[1:]))
-
-    rows = [row if isinstance(row, str) else stack(row) for row in block.rows]
-    return Block(block.title, tuple(block.columns[i] for i in kept), block.right, rows)
-
-
-def _print_plain(block: Block) -> None:
-    widths = _widths(block)
-
-    def aligned(cells: tuple[str, ...]) -> str:
-        named = zip(cells, block.columns, widths, strict=True)
-        return "  ".join(c.rjust(w) if name in block.right else c.ljust(w) for c, name, w in named).rstrip()
-
-    print(f"{block.title}\n\n{aligned(block.columns)}")
-    for row in block.rows:
-        print(f"\n{row}" if isinstance(row, str) else aligned(row))
-    print()
-
-
-def _print_lines(lines: list[str], style: str = "") -> None:
-    """Lines after a table; `style` is for the last of them."""
-    if not sys.stdout.isatty():
-        print("\n".join(lines))
-        return
-    console = Console(highlight=False)
-    for i, line in enumerate(lines):
-        console.print(Text(line, style=style if i == len(lines) - 1 else ""))
 
 
 # --------------------------------------------------------------------------- the plan
@@ -363,8 +249,8 @@ def _show_proposals(config: ModelConfig, work: Work, layout: Layout, options: Le
         )
         for p in found[:SHOWN]
     ]
-    _print_blocks([Block(title, columns, columns[1:3] + columns[4:], table)])
-    _print_lines(["Bounds from nominal rates, with nothing overlapped: for choosing what to measure, not a forecast."])
+    print_blocks([Block(title, columns, columns[1:3] + columns[4:], table)])
+    print_lines(["Bounds from nominal rates, with nothing overlapped: for choosing what to measure, not a forecast."])
     return 0
 
 
@@ -408,9 +294,9 @@ def _print_plan(found: Plan, options: LedgerOptions) -> None:
     rows: list[tuple[str, ...] | str] = [(x.label, _gb(x.bytes), x.formula) for x in worst.lines]
     rows.append(("together", _gb(worst.total), _where(found, worst)))
     rows.append(("may be filled", _gb(found.usable), f"{options.utilization:.0%} of {_gb(found.device.memory)}"))
-    _print_blocks([Block(title, ("each device holds", "size", "formula"), ("size",), rows)])
+    print_blocks([Block(title, ("each device holds", "size", "formula"), ("size",), rows)])
     *more, verdict = _plan_ending(found)
-    _print_lines([*more, verdict], style="bold green" if found.fits else "bold red")
+    print_lines([*more, verdict], style="bold green" if found.fits else "bold red")
 
 
 def _where(found: Plan, worst: StagePlan) -> str:
