@@ -8,7 +8,7 @@ but the number of depths is the same. Read next: `table6`.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import islice
 
 import torch
@@ -28,7 +28,10 @@ ONE, THREE = published.TABLE2
 # The report's row -> the variant's directory, and the depths that train.
 VARIANTS = {ONE: ("one-depth", 1), THREE: ("three-depths", 3)}
 DRAFTS = range(1, published.TABLE2_DRAFTS + 1)
+MOST = str(DRAFTS[-1])  # as it stands in the figures
 DEPTHS = (1, 2, 3)
+
+Figure = Callable[..., list[float]]  # (variant, where in what was measured ...) -> its value of each seed
 
 ABOUT = (
     "Two models see the same tokens in the same order, with dense attention and the same total weight on MTP; one "
@@ -45,98 +48,31 @@ def compare(lab: Lab, seeds: Sequence[int]) -> Comparison:
         for seed in seeds
         for directory, depths in VARIANTS.values()
     ]
-
-    def measure(cell: Cell, model: GLM5) -> Measured:
-        tokens, prompts = cell.settings.new_tokens, lab.text.prompts(cell.settings.prompts)
-        greedy = {str(k): draft(model, prompts, k, tokens) for k in DRAFTS}
-        return {
-            "bits_per_byte": held_out(
-                model, lab.text.held_out, sparse=False, max_rows=cell.settings.held_out_rows
-            ).bits_per_byte,
-            "depth_loss": depth_losses(model, lab.text.held_out, max_rows=cell.settings.held_out_rows),
-            "greedy": greedy,
-            "sampled": draft(model, prompts, DRAFTS[-1], tokens, temperature=1.0),
-        }
-
-    found = lab.results(cells, measure)
-    most = str(DRAFTS[-1])
+    found = lab.results(cells, lambda cell, model: _measured(lab, cell, model))
 
     def of(variant: str, *path: str | int) -> list[float]:
         return by_seed(found, VARIANTS[variant][0], seeds, *path)
 
-    rows = [
-        Row(
-            name,
-            {
-                **{f"accept length, {_drafts(k)}": of(name, "greedy", str(k), "accept_length") for k in DRAFTS},
-                f"accept length, {most} drafts, sampled": of(name, "sampled", "accept_length"),
-                **{f"draft {k} of {most} accepted": of(name, "greedy", most, "acceptance", k - 1) for k in DRAFTS},
-                **{f"nats of depth {d}": of(name, "depth_loss", d - 1) for d in DEPTHS},
-                "bits per byte": of(name, "bits_per_byte"),
-            },
-            {},
-        )
-        for name in VARIANTS
-    ]
-    report = published.TABLE2
-    lengths = f"{report[THREE][1]} against {report[ONE][1]} with {most} steps"
-    claims: list[tuple[Claim, tuple[str | int, ...]]] = [
-        (
-            Claim(f"Three trained depths: a longer accept length with {most} drafts", lengths, "higher", "tokens"),
-            ("greedy", most, "accept_length"),
-        ),
-        (
-            Claim(f"The same when sampling at temperature 1 with {most} drafts", "no figure", "higher", "tokens"),
-            ("sampled", "accept_length"),
-        ),
-        (
-            Claim("The second draft is accepted more often where the first was", "no figure", "higher", "share"),
-            ("greedy", most, "conditional", 1),
-        ),
-        (
-            Claim("The second depth predicts better: fewer nats on held-out text", "no figure", "lower"),
-            ("depth_loss", 1),
-        ),
-    ]
-    verdicts = [judge(claim, of(THREE, *path), of(ONE, *path)) for claim, path in claims]
-
-    def mean(name: str, *path: str | int) -> float:
-        values = of(name, *path)
-        return sum(values) / len(values)
-
-    charts = [
-        Chart(
-            "Accept length, greedy, mean over seeds",
-            "drafts a step",
-            "tokens",
-            {n: [(k, mean(n, "greedy", str(k), "accept_length")) for k in DRAFTS] for n in VARIANTS},
-        ),
-        Chart(
-            f"Share of steps that accept a draft, greedy, {most} drafts a step, mean over seeds",
-            "draft",
-            "accepted",
-            {n: [(k, mean(n, "greedy", most, "acceptance", k - 1)) for k in DRAFTS] for n in VARIANTS},
-        ),
-        Chart(
-            f"Training of the first MTP depth, seed {seeds[0]}",
-            "step",
-            "nats per token",
-            {n: lab.curve(d, seeds[0], "mtp_loss_1") for n, (d, _) in VARIANTS.items()},
-        ),
-    ]
+    rows = [Row(name, _columns(name, of), {}) for name in VARIANTS]
+    training = Chart(
+        f"Training of the first MTP depth, seed {seeds[0]}",
+        "step",
+        "nats per token",
+        {n: lab.curve(d, seeds[0], "mtp_loss_1") for n, (d, _) in VARIANTS.items()},
+    )
     return Comparison(
         title="Table 2: accept length with one trained MTP depth and with three",
         about=ABOUT,
         report=ReportTable(
-            ("model", f"accept length, {most} steps"),
-            dict(report),
+            ("model", f"accept length, {MOST} steps"),
+            dict(published.TABLE2),
             "The report's accept length; higher is better",
         ),
         columns=[Column(name) for name in rows[0].by_seed],
         rows=rows,
         seeds=seeds,
-        verdicts=verdicts,
-        charts=charts,
+        verdicts=[judge(claim, of(THREE, *path), of(ONE, *path)) for claim, path in _claims()],
+        charts=[*_charts(of), training],
         notes=[
             "A small model's greedy text repeats itself, which makes drafting easy for both; hence the sampled figure, "
             "and the loss of each depth on held-out text, whose own tokens it is given. The block that trained at one "
@@ -144,6 +80,72 @@ def compare(lab: Lab, seeds: Sequence[int]) -> Comparison:
             f"{lab.settings.prompts} prompts, {lab.settings.new_tokens} new tokens each.",
         ],
     )
+
+
+def _measured(lab: Lab, cell: Cell, model: GLM5) -> Measured:
+    text, rows, tokens = lab.text.held_out, cell.settings.held_out_rows, cell.settings.new_tokens
+    prompts = lab.text.prompts(cell.settings.prompts)
+    return {
+        "bits_per_byte": held_out(model, text, sparse=False, max_rows=rows).bits_per_byte,
+        "depth_loss": depth_losses(model, text, max_rows=rows),
+        "greedy": {str(k): draft(model, prompts, k, tokens) for k in DRAFTS},
+        "sampled": draft(model, prompts, DRAFTS[-1], tokens, temperature=1.0),
+    }
+
+
+def _columns(name: str, of: Figure) -> dict[str, list[float]]:
+    return {
+        **{f"accept length, {_drafts(k)}": of(name, "greedy", str(k), "accept_length") for k in DRAFTS},
+        f"accept length, {MOST} drafts, sampled": of(name, "sampled", "accept_length"),
+        **{f"draft {k} of {MOST} accepted": of(name, "greedy", MOST, "acceptance", k - 1) for k in DRAFTS},
+        **{f"nats of depth {d}": of(name, "depth_loss", d - 1) for d in DEPTHS},
+        "bits per byte": of(name, "bits_per_byte"),
+    }
+
+
+def _claims() -> list[tuple[Claim, tuple[str | int, ...]]]:
+    """Of three depths against one: each claim, and the figure that it is about."""
+    report = published.TABLE2
+    lengths = f"{report[THREE][1]} against {report[ONE][1]} with {MOST} steps"
+    return [
+        (
+            Claim(f"Three trained depths: a longer accept length with {MOST} drafts", lengths, "higher", "tokens"),
+            ("greedy", MOST, "accept_length"),
+        ),
+        (
+            Claim(f"The same when sampling at temperature 1 with {MOST} drafts", "no figure", "higher", "tokens"),
+            ("sampled", "accept_length"),
+        ),
+        (
+            Claim("The second draft is accepted more often where the first was", "no figure", "higher", "share"),
+            ("greedy", MOST, "conditional", 1),
+        ),
+        (
+            Claim("The second depth predicts better: fewer nats on held-out text", "no figure", "lower"),
+            ("depth_loss", 1),
+        ),
+    ]
+
+
+def _charts(of: Figure) -> list[Chart]:
+    def mean(name: str, *path: str | int) -> float:
+        values = of(name, *path)
+        return sum(values) / len(values)
+
+    return [
+        Chart(
+            "Accept length, greedy, mean over seeds",
+            "drafts a step",
+            "tokens",
+            {n: [(k, mean(n, "greedy", str(k), "accept_length")) for k in DRAFTS] for n in VARIANTS},
+        ),
+        Chart(
+            f"Share of steps that accept a draft, greedy, {MOST} drafts a step, mean over seeds",
+            "draft",
+            "accepted",
+            {n: [(k, mean(n, "greedy", MOST, "acceptance", k - 1)) for k in DRAFTS] for n in VARIANTS},
+        ),
+    ]
 
 
 @torch.no_grad()
