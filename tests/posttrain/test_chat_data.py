@@ -124,6 +124,16 @@ def test_bad_rows_are_listed_by_line(tmp_path: Path) -> None:
         ({}, "messages"),
         ({"messages": TALK[:1]}, "no assistant's turn"),
         ({"messages": [m | {"weight": 0} if m["role"] == "assistant" else m for m in TALK]}, "no assistant's turn"),
+        # Nothing would be learned but the ends of turns.
+        ({"messages": [TALK[0], {"role": "assistant", "content": None}]}, "no assistant's turn"),
+        (
+            {"messages": [TALK[0], {"role": "assistant", "content": "x", "weight": {"content": 0}}]},
+            "no assistant's turn",
+        ),
+        (
+            {"messages": [{"role": "user", "text": "u1"}, *TALK[1:]]},
+            "messages[0].content: missing, of fields role, text",
+        ),
         ({"messages": changed(0, thinking=True)}, "messages[0].thinking"),
         ({"messages": changed(3, thinking="no")}, "messages[3].thinking"),
         ({"messages": changed(3, thinking=True, reasoning_content=None)}, "without any thinking"),

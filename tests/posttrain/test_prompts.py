@@ -64,19 +64,21 @@ def test_bad_rows_are_listed_by_line_and_nothing_is_used(tmp_path: Path) -> None
         row(info=[]),
         row(tools="x"),
         '{"prompt": "p", "answer": NaN, "verifier": "maths", "domain": "d"}',
+        row(prompt=[{"role": "user", "text": "a"}]),
+        '{"prompt": "p", "answer": "1", "verifier": "maths"}',
     ]
     path = write(tmp_path / "p.jsonl", row(), *bad, row(2))
     with pytest.raises(DataError) as found:
         read_prompts(path)
-    assert "12 of 14 rows cannot be used" in found.value.what
+    assert "14 of 16 rows cannot be used" in found.value.what
     for number, name in zip(
-        range(2, 14),
+        range(2, 16),
         (
             "answer",
             "JSON",
             "list",
             "verifier",
-            "prompt",
+            "prompt: ''. must be a text, or a list of messages",
             "assistant",
             "weak",
             "pass_rate",
@@ -84,6 +86,8 @@ def test_bad_rows_are_listed_by_line_and_nothing_is_used(tmp_path: Path) -> None
             "info",
             "tools",
             "NaN",
+            "prompt[0].content: missing",
+            "domain: missing",
         ),
         strict=True,
     ):

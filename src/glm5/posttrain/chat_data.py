@@ -24,8 +24,8 @@ import numpy as np
 from glm5.data.mixing import TaskDataset
 from glm5.data.packing import Plan, plan_rows
 from glm5.data.shards import Encoded, TokenStore, write_encoded
-from glm5.posttrain.jsonl import SHOWN, read_rows
-from glm5.text import Message, Rendered, Tokenizer, Tool, messages_from_openai, render_for_training, tools_from_openai
+from glm5.posttrain.jsonl import SHOWN, messages_of, read_rows
+from glm5.text import Message, Rendered, Tokenizer, Tool, render_for_training, tools_from_openai
 from glm5.utils.errors import DataError
 from glm5.utils.files import file_errors, read_json, require_writable, sha256_file, write_json
 
@@ -57,15 +57,22 @@ def conversation_from_row(row: Mapping[str, Any], number: int) -> Conversation:
         DataError: names the field, its value and the mend; or nothing in it is to be learned.
     """
     raw = row.get("messages")
-    messages = messages_from_openai(raw)
+    messages = messages_of(raw, "messages")
     assert isinstance(raw, list | tuple)
     messages = [_with_thinking(m, r, f"messages[{i}]") for i, (m, r) in enumerate(zip(messages, raw, strict=True))]
-    if not any(m.role == "assistant" and m.trained for m in messages):
-        raise DataError("messages: no assistant's turn to learn from", "Add one, or give one a weight of 1")
+    if not any(_teaches(m) for m in messages):
+        what = "messages: no assistant's turn to learn from"
+        raise DataError(what, "Add one with content, thinking or calls, or give one a weight of 1")
     clear = row.get("clear_thinking")
     if clear is not None and not isinstance(clear, bool):
         raise DataError(f"clear_thinking: {clear!r}", "must be true or false")
     return Conversation(tuple(messages), tools_from_openai(row.get("tools")), clear, number)
+
+
+def _teaches(message: Message) -> bool:
+    """Whether anything of a turn is learned besides its end."""
+    said = {"content": message.content.strip(), "reasoning": message.reasoning, "tool_calls": message.tool_calls}
+    return message.role == "assistant" and message.trained and any(said[k] for k in said.keys() - message.unlearned)
 
 
 def _with_thinking(message: Message, raw: Mapping[str, Any], where: str) -> Message:

@@ -1,4 +1,4 @@
-"""Rows of JSONL, every bad one named by its line. Read next: `chat_data`, `prompts`."""
+"""Rows of JSONL, every bad one named by its line, and the conversations in them. Read next: `chat_data`, `prompts`."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, TypeVar
 
+from glm5.text import Message, messages_from_openai
 from glm5.utils.errors import DataError, UserError
 from glm5.utils.files import file_errors
 
@@ -49,3 +50,33 @@ def read_rows(path: str | Path, make: Callable[[Mapping[str, Any], int], T]) -> 
     if not made:
         raise DataError(f"{path} has no rows", "Give at least one")
     return made
+
+
+def messages_of(raw: object, where: str) -> list[Message]:
+    """A row's messages. What a server may leave out, the content of what is not an assistant's, must be written here:
+    a misspelled field would be learned from as an empty message.
+
+    Raises:
+        DataError: names the field, its value and the mend.
+    """
+    messages = messages_from_openai(raw, where)
+    assert isinstance(raw, list | tuple)
+    for i, (message, given) in enumerate(zip(messages, raw, strict=True)):
+        if message.role != "assistant" and "content" not in given:
+            raise DataError(f"{where}[{i}].content: missing, of fields {', '.join(given)}", "Give a text")
+    return messages
+
+
+def asked(row: Mapping[str, Any]) -> list[Message]:
+    """A row's `prompt`: a text, or messages that end with what is to be answered.
+
+    Raises:
+        DataError: it is neither.
+    """
+    given = row.get("prompt")
+    if not given or not isinstance(given, str | list):
+        raise DataError(f"prompt: {given!r}", "must be a text, or a list of messages")
+    messages = messages_of([{"role": "user", "content": given}] if isinstance(given, str) else given, "prompt")
+    if messages[-1].role not in ("user", "tool"):
+        raise DataError(f"prompt: ends with a message of role {messages[-1].role}", "End with what is to be answered")
+    return messages

@@ -22,10 +22,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from glm5.data.mixing import Mixture, order_of
-from glm5.posttrain.jsonl import read_rows
+from glm5.posttrain.jsonl import asked, read_rows
 from glm5.posttrain.verify.pool import Task
 from glm5.posttrain.verify.verdict import Verdict
-from glm5.text import Message, Tool, messages_from_openai, tools_from_openai
+from glm5.text import Message, Tool, tools_from_openai
 from glm5.utils.errors import ConfigError, DataError
 
 FIELDS = ("id", "prompt", "answer", "verifier", "domain", "tools", "info", "pass_rate")
@@ -84,14 +84,10 @@ def prompt_from_row(row: Mapping[str, Any], number: int) -> Prompt:
             raise DataError(f"{name}: no such field", f"The fields are {', '.join(FIELDS)}")
     for name in ("verifier", "domain"):
         if not isinstance(row.get(name), str) or not row[name]:
-            raise DataError(f"{name}: {row.get(name)!r}", "must be a name")
+            raise DataError(f"{name}: {row[name]!r}" if name in row else f"{name}: missing", "must be a name")
     if row.get("answer") is None:
         raise DataError("answer: missing", "Give what the verifier compares with")
-    given = row.get("prompt")
-    raw = [{"role": "user", "content": given}] if isinstance(given, str) and given else given
-    messages = tuple(messages_from_openai(raw, "prompt"))
-    if messages[-1].role not in ("user", "tool"):
-        raise DataError(f"prompt: ends with a message of role {messages[-1].role}", "End with what is to be answered")
+    messages = tuple(asked(row))
     info = row.get("info", {})
     if not isinstance(info, dict):
         raise DataError(f"info: {info!r}", "must be an object")

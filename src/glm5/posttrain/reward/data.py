@@ -15,8 +15,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from glm5.posttrain.jsonl import SHOWN, read_rows
-from glm5.text import Message, Tokenizer, Tool, messages_from_openai, render, tools_from_openai
+from glm5.posttrain.jsonl import SHOWN, asked, read_rows
+from glm5.text import Message, Tokenizer, Tool, render, tools_from_openai
 from glm5.utils.errors import ConfigError, DataError
 
 Kind = Literal["pairwise", "pointwise"]
@@ -81,11 +81,7 @@ def _example(row: Mapping[str, Any], kind: Kind, tokenizer: Tokenizer, low: floa
             other = next((k for k, names in ANSWERS.items() if name in names or (name == "score" and k != kind)), "")
             mend = f"Give --kind {other}" if other and other != kind else f"The fields are {', '.join(fields)}"
             raise DataError(f"{name}: no field of {kind} rows", mend)
-    given = row.get("prompt")
-    raw = [{"role": "user", "content": given}] if isinstance(given, str) and given else given
-    messages = messages_from_openai(raw, "prompt")
-    if messages[-1].role not in ("user", "tool"):
-        raise DataError(f"prompt: ends with a message of role {messages[-1].role}", "End with what is to be answered")
+    messages = asked(row)
     tools, answers = tools_from_openai(row.get("tools")), [_answer(row, name) for name in ANSWERS[kind]]
     texts = tuple(answered(tokenizer, messages, answer, tools) for answer in answers)
     if kind == "pairwise":
