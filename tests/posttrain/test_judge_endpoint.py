@@ -202,8 +202,11 @@ def test_a_journal_that_a_kill_has_torn_goes_on_and_a_damaged_one_is_refused(tmp
     ("changes", "match"),
     [
         (dict(url="ftp://x"), "must be http"),
-        (dict(url="https://me:secret@x/v1"), "must be http"),
-        (dict(url="https://x/v1?key=secret"), "must be http"),
+        (dict(url="nowhere"), "url='nowhere': must be http"),
+        (dict(url="https://x:port/v1"), "url='https://x:port/v1': must be http"),
+        (dict(url="https://[x/v1"), "must be http"),
+        (dict(url="https://me:secret@x/v1"), "url='https://x/v1': must be http"),
+        (dict(url="https://x/v1?key=secret"), "url='https://x/v1': must be http"),
         (dict(model=""), "must be the model's name"),
         (dict(timeout_s=0), "timeout_s"),
         (dict(retries=-1), "retries"),

@@ -74,10 +74,14 @@ class EndpointConfig:
         if not 0 < self.timeout_s < float("inf"):
             raise ConfigError("timeout_s", self.timeout_s, "must be above 0")
         if self.url:
-            at = urlsplit(self.url)
+            rule = "must be http(s)://HOST[:PORT]/PATH; a key goes into the environment"
+            try:
+                at, _ = urlsplit(self.url), urlsplit(self.url).port
+            except ValueError:
+                raise ConfigError("url", self.url.partition("?")[0].rpartition("@")[2], rule) from None
             if at.scheme not in ("http", "https") or not at.hostname or at.query or at.username or at.password:
-                shown = f"{at.scheme}://{at.hostname}{at.path}"  # without what may be secret
-                raise ConfigError("url", shown, "must be http(s)://HOST[:PORT]/PATH; a key goes into the environment")
+                shown = at._replace(netloc=at.netloc.rpartition("@")[2], query="", fragment="")  # nothing secret
+                raise ConfigError("url", shown.geturl(), rule)
             if not self.model:
                 raise ConfigError("model", "", "must be the model's name at the endpoint")
         if not isinstance(_json(self.extra), dict):
