@@ -132,7 +132,7 @@ def test_bad_rows_are_listed_by_line(tmp_path: Path) -> None:
         ),
         (
             {"messages": [{"role": "user", "text": "u1"}, *TALK[1:]]},
-            "messages[0].content: missing, of fields role, text",
+            "messages[0].content: missing",
         ),
         ({"messages": changed(0, thinking=True)}, "messages[0].thinking"),
         ({"messages": changed(3, thinking="no")}, "messages[3].thinking"),
