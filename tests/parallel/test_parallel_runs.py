@@ -158,6 +158,34 @@ def test_goes_on_on_another_mesh(mesh: str, trained: tuple[Path, list[dict[str, 
     assert not apart(torch.load(directory / "final-0.pt"), everything(back), 0.05)
 
 
+def _until(world: World, directory: str, run: str, step: int) -> dict[str, Tensor]:
+    """What is read from the newest checkpoint; the run then goes on to `step`."""
+    of = make(world, directory, run, **OPTIONS)
+    of.resume()
+    state = everything(of)
+    with suppress(Stop):
+        of.run(on_step=stop_at(step))
+    return state
+
+
+def test_trained_on_four_goes_on_on_two(trained: tuple[Path, list[dict[str, Any]]]) -> None:
+    """What four ranks trained and saved: the same tensors on two, and there the steps of one process."""
+    directory, _ = trained
+    run = fork(directory, "four", 2)
+    run_ranks(4, "dp=4,ep=2", _until, str(directory), "four", 4)
+    assert len(list((run / "checkpoints" / "step-00000004").glob("shard-*-model-*"))) == 4
+    shutil.copytree(run, directory / "one")
+    alone = make(None, directory, "one", **OPTIONS)
+    alone.resume()
+    expected = everything(alone)
+    alone.run()
+    for state in run_ranks(2, "dp=2,ep=2", _until, str(directory), "four", 6):
+        assert sorted(n for n in expected if not torch.equal(expected[n], state[n])) == []
+    four, one = losses(run), losses(directory / "one")
+    assert len(four) == len(one) == 6
+    assert all(abs(a - b) < 2e-4 * abs(b) for a, b in zip(four, one, strict=True))
+
+
 def test_from_one_process_to_a_mesh(trained: tuple[Path, list[dict[str, Any]]]) -> None:
     directory, _ = trained
     alone = make(None, directory, "alone", **OPTIONS)
