@@ -171,7 +171,10 @@ def test_an_engine_that_has_ended_is_named_where_weights_are_pushed() -> None:
     with Engines.local(first, T, CONFIG) as engines:
         runner = engines.pool.engines["local"]
         assert isinstance(runner, Runner)
+        engines.check()
         engines.call(runner.stop())
+        with pytest.raises(UserError, match="the engine has ended: "):
+            engines.check()
         with pytest.raises(UserError, match="no engine confirmed weights 1: "):
             engines.push(first, 1)
 

@@ -15,10 +15,13 @@ from __future__ import annotations
 import statistics
 import time
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
+
+import torch
 
 from glm5.model.glm5 import GLM5
 from glm5.posttrain.advantage import Baseline, reward_figures
@@ -111,6 +114,7 @@ class AgentLearner(Learner):
         self.intake, self.ledger, self.drawers = intake, ledger, drawers
         self.tokenizer: Tokenizer | None = None  # for `IntakeConfig.retokenise`
         self.updates = 0
+        self._stream = torch.cuda.Stream(self.model.device) if self.model.device.type == "cuda" else None
         self._settled: list[Settled] = []  # in this step
         self._waited = 0.0
         self._worked = 0.0
@@ -133,7 +137,8 @@ class AgentLearner(Learner):
                 break
             began = time.perf_counter()
             trajectories, rollouts = dealt
-            found.append(self.learn([Batch(self.rows(trajectories), rollouts)]))
+            with self._beside_engine():
+                found.append(self.learn([Batch(self.rows(trajectories), rollouts)]))
             self.updates += 1
             self.ranks.on_main(self._close)
             self._worked += time.perf_counter() - began
@@ -143,6 +148,19 @@ class AgentLearner(Learner):
             self.optimizer.reset()
         taken = intake_figures(self._settled, self.finished_steps) if self.ranks.main else {}
         return {**taken, **together(found)}
+
+    @contextmanager
+    def _beside_engine(self) -> Iterator[None]:
+        """On a GPU, a stream of the learner's own, empty at the end: an engine in this process would wait, in each of
+        its steps, for all that the learner has asked for."""
+        own = self._stream
+        if own is None:
+            yield
+            return
+        own.wait_stream(torch.cuda.current_stream(own.device))
+        with torch.cuda.stream(own):
+            yield
+        own.synchronize()
 
     def _next(self, stop: Asked) -> tuple[list[Trajectory], int] | None:
         """On the main rank: what the next update reads, and how many its rollouts are numbered to."""
@@ -180,10 +198,15 @@ class AgentLearner(Learner):
                     return Settled(made.taken, gone.closed, gone.dropped)
                 if len(gone.dropped) > intake.patience * (1 + len(made.taken)):
                     states = Counter(str(state) for state in gone.closed.values())
-                    raise UserError(
-                        f"{len(gone.dropped):,} groups in a row teach nothing: {dict(states)}",
-                        "Look at some (`glm5 trajectories`); make the task easier, or fine-tune the model on it first",
+                    what = f"{len(gone.dropped):,} groups in a row teach nothing: " + ", ".join(
+                        f"{count:,} {state}" for state, count in states.most_common()
                     )
+                    mend = "make the task easier, or fine-tune the model on it first"
+                    if states.most_common(1)[0][0] == State.ENVIRONMENT_FAILED:
+                        failed = next(id for id, state in gone.closed.items() if state is State.ENVIRONMENT_FAILED)
+                        what += f"; {failed} so: {ledger.sample(failed).detail or 'nobody said how'}"
+                        mend = "mend the task, its environment or its verifier"
+                    raise UserError(what, f"Look at some (`glm5 trajectories`); {mend}")
                 if stop():
                     return None
                 drawers.check()

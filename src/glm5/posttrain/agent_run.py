@@ -16,7 +16,6 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import json
-import math
 import os
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -29,7 +28,7 @@ import httpx
 import torch
 
 from glm5.agents.loading import load_tasks
-from glm5.agents.protocol import KEY, Rollout, require_key
+from glm5.agents.protocol import KEY, require_key
 from glm5.agents.service import TaskService
 from glm5.model.config import ModelConfig
 from glm5.model.glm5 import GLM5
@@ -40,12 +39,11 @@ from glm5.posttrain.cluster import Cluster, ClusterConfig
 from glm5.posttrain.engines import Engines, InFlight
 from glm5.posttrain.learner import LearnConfig
 from glm5.posttrain.losses import LossConfig, glm5_agentic
-from glm5.posttrain.outcome import reward_of
 from glm5.posttrain.reason import HELD_OUT_SEED, Measure, begin, model_config
+from glm5.posttrain.rollout import held_out
 from glm5.posttrain.rollout.desk import create_desk
 from glm5.posttrain.rollout.options import RolloutOptions
 from glm5.posttrain.rollout.orchestrator import Orchestrator
-from glm5.posttrain.rollout.sample import seed_of
 from glm5.posttrain.rollout.sessions import Sessions
 from glm5.posttrain.spread import Spread
 from glm5.posttrain.store import Store
@@ -237,6 +235,7 @@ class Field:
         if self._running is not None and self._running.done():
             self._running.result()
             raise UserError("the orchestrator has ended", "Look at what it says")
+        self.engines.check()
         if self.cluster is not None:
             self.cluster.check()
 
@@ -289,38 +288,13 @@ class Field:
         deadline = time.monotonic() + FIRST_S
         while not tasks.known and time.monotonic() < deadline:
             await asyncio.sleep(0.1)
-        sampling = {**self._sampling, "temperature": GREEDY}
+        if self.config.desk or self.cluster is not None:  # others that are there say so within a beat
+            await asyncio.sleep(self.config.rollout.beat_s)
         async with _client() as http:
+            sampling = {**self._sampling, "temperature": GREEDY}
             sessions = Sessions(self.engines.url, http, sampling=sampling, api_key=self.engines.key)
-            found: dict[str, list[float]] = {}
-            gate = asyncio.Semaphore(32)
-
-            async def one(task: str, index: int) -> None:
-                async with gate:
-                    name = f"held-{task}-{index}.{time.monotonic_ns()}"
-                    asked = Rollout(
-                        sample=name,
-                        group=name,
-                        task=task,
-                        index=index,
-                        member=0,
-                        attempt=0,
-                        seed=seed_of(self.config.learn.seed + HELD_OUT_SEED, task, index),
-                        session=name,
-                        base_url=sessions.base_url(name),
-                        time_s=tasks.known[task].offer.timeout_s,
-                        begun=await sessions.begin(name),
-                        api_key=sessions.api_key,
-                    )
-                    told = await tasks.ask(asked)
-                    await tasks.end(task, name)
-                    await sessions.end(name)
-                    reward = reward_of(told.outcome, told.reward)
-                    if reward is not None:
-                        found.setdefault(task, []).append(reward)
-
-            await asyncio.gather(*(one(task, i) for task in list(tasks.known) for i in range(count)))
-        return {task: math.fsum(rewards) / len(rewards) for task, rewards in found.items()}
+            options = replace(self.config.rollout, seed=self.config.learn.seed + HELD_OUT_SEED)
+            return await held_out.success(tasks, sessions, options, list(tasks.known), count)
 
 
 _PLAIN = Sampling()

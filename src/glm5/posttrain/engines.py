@@ -230,6 +230,12 @@ class Engines:
             if isinstance(engine, Runner | HttpEngine):
                 await bounded(engine.stop(), f"engine {name}", STOP_S)
 
+    def check(self) -> None:
+        """Raises UserError where the engine in this process has ended: none will come in its place, as one behind HTTP
+        may."""
+        if self._served is not None and self.pool.failure is not None:
+            raise UserError(f"the engine has ended: {self.pool.failure}", "Mend that; the same command goes on")
+
     # ------------------------------------------------------------------ weights
     def push(self, model: GLM5, version: int) -> None:
         """Give all engines the model's weights. What runs goes on.

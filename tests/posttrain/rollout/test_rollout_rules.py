@@ -11,6 +11,7 @@ import socket
 from collections import Counter
 from collections.abc import Callable
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -24,10 +25,12 @@ from starlette.routing import Route
 from glm5.agents.protocol import Rollout, bearer
 from glm5.agents.service import Hosted, Policy, Result, TaskService, judged
 from glm5.posttrain.outcome import Outcome, State
+from glm5.posttrain.rollout import held_out
 from glm5.posttrain.rollout.desk import create_desk, serve
 from glm5.posttrain.rollout.options import RolloutOptions
 from glm5.posttrain.rollout.orchestrator import Orchestrator
 from glm5.posttrain.rollout.sample import Job
+from glm5.posttrain.rollout.sessions import Sessions
 from glm5.posttrain.store import Sample, Store
 from glm5.serve.gateway.app import GatewayOptions, create_gateway
 from glm5.serve.gateway.session import Session
@@ -557,6 +560,109 @@ def test_a_rollout_that_would_be_dropped_is_ended(tmp_path: Path) -> None:
     desk = played(tmp_path / "t", play, talk)
     assert {sample.outcome for sample in desk.samples().values()} == {Outcome.ABORTED_STALE}
     assert {sample.oldest for sample in desk.samples().values()} == {10}
+
+
+def test_one_that_is_joined_and_would_be_dropped_is_ended_too(tmp_path: Path) -> None:
+    """The weights went on while no orchestrator was there to see it."""
+    talk = Talk(groups=1, seconds=15.0)
+
+    async def main() -> None:
+        desk = Desk(tmp_path / "t")
+        desk.serve(talk)
+        first = asyncio.ensure_future(desk.orchestrator.run())
+        beats = asyncio.ensure_future(desk.beat("talk"))
+        await asyncio.sleep(3)
+        first.cancel()
+        await asyncio.wait({first})
+        desk.engine.weight_version = str(11 + SMALL.max_staleness)
+        second = Orchestrator(desk.store, "http://gateway", SMALL, http=desk.network.client())
+        desk.network.hosts["desk"] = create_desk(second)
+        await second.run(until_done=["talk"])
+        beats.cancel()
+        assert asyncio.get_running_loop().time() < 10, "and not at its end"
+        assert set(talk.begun.values()) == {1}
+        assert {sample.outcome for sample in desk.samples().values()} == {Outcome.ABORTED_STALE}
+
+    virtual.run(main())
+
+
+# ------------------------------------------------------------------------------------------------ held-out prompts
+async def measured(desk: Desk, count: int, **changes: Any) -> dict[str, float]:
+    """What is measured, beside whatever runs; the ledger knows nothing of it."""
+    before = desk.samples().keys()
+    sessions = Sessions("http://gateway", desk.network.client(), sampling={"temperature": 1e-4})
+    options = replace(SMALL, **changes)
+    found = await held_out.success(desk.orchestrator.services, sessions, options, ["talk"], count)
+    assert not any(name.startswith("held-") for name in desk.samples().keys() - before)
+    left = (await desk.network.client("http://gateway").get("/sessions")).json()["sessions"]
+    assert not [name for name in left if name.startswith("held-")]
+    return found
+
+
+def test_held_out_prompts_are_counted_by_the_rules_of_any_sample(tmp_path: Path) -> None:
+    """Four: solved, hung, crashed for good, and one whose verifier fails once: (1 + 0 + 1) / 3."""
+
+    class Held(Talk):
+        async def rollout(self, asked: Rollout, policy: Policy) -> Result:
+            if not asked.sample.startswith("held-"):
+                return await super().rollout(asked, policy)
+            self.begun[asked.sample] += 1
+            await policy.chat([{"role": "user", "content": asked.group}])
+            if asked.index == 1:
+                await asyncio.sleep(1e9)
+            if asked.index == 2:
+                raise RuntimeError("the environment is broken")
+            if asked.index == 3 and not asked.attempt:
+                return Result(Outcome.VERIFIER_NO_VERDICT)
+            return judged(1.0)
+
+    talk = Held(groups=4)
+
+    async def play(desk: Desk) -> None:
+        await desk.until(lambda: desk.orchestrator.services.there("talk"))
+        assert await measured(desk, 4) == {"talk": 2 / 3}
+        assert talk.begun["held-talk-2-0"] == 1 + SMALL.retries
+        assert talk.begun["held-talk-3-0"] == 2
+        await over(8)(desk)
+
+    played(tmp_path / "t", play, talk)
+
+
+def test_a_measurement_outlives_the_service_s_process_and_its_connections(tmp_path: Path) -> None:
+    talk = Talk(groups=0, seconds=5.0, judge=lambda asked: judged(float(asked.index % 2)))
+
+    async def play(desk: Desk) -> None:
+        await desk.until(lambda: desk.orchestrator.services.there("talk"))
+        measuring = asyncio.ensure_future(measured(desk, 4))
+        for _ in range(2):
+            await asyncio.sleep(2.5)
+            desk.network.kill("talk")  # its process
+            await asyncio.sleep(1.0)
+            desk.serve(talk)
+        await asyncio.sleep(2.5)
+        app = desk.network.hosts["talk"]
+        desk.network.kill("talk")  # its network
+        await asyncio.sleep(1.0)
+        desk.network.hosts["talk"] = app
+        assert await measuring == {"talk": 0.5}
+        assert max(talk.begun.values()) >= 3
+
+    played(tmp_path / "t", play, talk)
+
+
+def test_a_task_that_stays_away_is_not_measured_and_not_waited_for(tmp_path: Path) -> None:
+    talk = Talk(groups=0, seconds=5.0)
+
+    async def play(desk: Desk) -> None:
+        await desk.until(lambda: desk.orchestrator.services.there("talk"))
+        measuring = asyncio.ensure_future(measured(desk, 2, patience_s=8.0))
+        await asyncio.sleep(1.0)
+        del desk.network.hosts["desk"]  # it is heard no more
+        desk.network.kill("talk")
+        desk.orchestrator.services.patience_s = 8.0
+        assert await measuring == {}
+
+    played(tmp_path / "t", play, talk)
 
 
 def test_shares_of_the_real_thing(tmp_path: Path) -> None:

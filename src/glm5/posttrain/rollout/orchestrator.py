@@ -232,12 +232,16 @@ class Orchestrator:
         """Hear which weights the engines have, and end rollouts that the learner would drop."""
         while True:
             version = await self.sessions.version()
-            if version is not None and version != self.version:
-                self.version = version
-                for job in list(self.running.values()):
-                    if job.version is None or version - job.version > self.options.max_staleness:
-                        await self._end_if_stale(job)
+            if version is not None:
+                changed, self.version = version != self.version, version
+                await self._end_stale(version, changed)
             await asyncio.sleep(self.options.look_s)
+
+    async def _end_stale(self, version: int, changed: bool) -> None:
+        """Look at those that may be too old. One that was joined may have been so before."""
+        for job in list(self.running.values()):
+            if job.version is None or (changed and version - job.version > self.options.max_staleness):
+                await self._end_if_stale(job)
 
     async def _end_if_stale(self, job: Job) -> None:
         """End a rollout that the learner would drop: its oldest token is too old already."""

@@ -74,7 +74,7 @@ class Job:
 
     @property
     def group(self) -> str:
-        return group_name(self.task, self.index)
+        return self.sample.rpartition("-")[0]
 
     def abort_stale(self) -> None:
         """End it: it would be dropped."""
@@ -143,8 +143,10 @@ class Sampling:
     async def _attempt(self, job: Job) -> Ending:
         try:
             offer = await self.services.reach(job.task)
-            asked, job.joined = job.joined or await self._begin(job, offer), None
-            job.asked, job.version, job.stale = asked, self._version(), False
+            joined, job.joined = job.joined, None
+            asked = joined or await self._begin(job, offer)
+            # One that is joined may have begun under older weights than there are now.
+            job.asked, job.version, job.stale = asked, None if joined else self._version(), False
             try:
                 async with asyncio.timeout(offer.timeout_s + self.options.grace_s) as job.limit:
                     result = await self.services.ask(asked)
