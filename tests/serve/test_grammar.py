@@ -271,6 +271,40 @@ def test_text_of_a_value_has_the_lengths_of_its_schema(
     assert (allowed != {special["</arg_value>"]}) == more  # after the longest of them
 
 
+COLOUR = {"enum": ["red", "dark red"], "title": "Colour", "type": "string"}
+LOOP = {"anyOf": [{"$ref": "#/$defs/loop"}, {"$ref": "#/$defs/colour"}]}
+
+
+@pytest.mark.parametrize(
+    ("schema", "fits", "not_"),
+    [
+        ({"$ref": "#/$defs/colour", "default": "red"}, ["red", "dark red"], ["re", "blue", "null"]),
+        ({"anyOf": [{"$ref": "#/$defs/colour"}, {"type": "null"}]}, ["red", "null"], ["blue", "nul", '"red"']),
+        ({"oneOf": [COLOUR, {"type": "integer", "maximum": 9}]}, ["dark red", "7"], ["blue", "10", "7.5"]),
+        ({"anyOf": [{"const": "on"}, {"type": "array", "items": COLOUR}]}, ["on", '["red"]'], ["off", "red"]),
+        ({"anyOf": [{"type": "string", "maxLength": 2}, {"type": "null"}]}, ["ab", "null", ""], ["abc"]),
+        ({"anyOf": [{"type": "string"}, COLOUR]}, ["blue", "null", "7"], []),
+        ({"$ref": "#/$defs/loop"}, ["red"], ["blue"]),
+        ({"$ref": "#/$defs/none"}, ["anything"], []),
+        ({"anyOf": [{"const": f"{n}"} for n in range(300)]}, ["299", "anything"], []),
+        ({"anyOf": []}, ["anything"], []),
+    ],
+)
+def test_choices_of_a_schema_are_kept_wherever_they_stand(
+    compiler: GrammarCompiler, tokenizer: Tokenizer, schema: dict[str, Any], fits: list[str], not_: list[str]
+) -> None:
+    """As pydantic writes them: enums as references, optional ones in `anyOf`."""
+    parameters = {"properties": {"x": schema}, "$defs": {"colour": COLOUR, "loop": LOOP}}
+    spec = {"type": "function", "function": {"name": "say", "parameters": parameters}}
+    grammar, special = compiler.compile(Constraint("tools", json.dumps([spec]))), tokenizer.special
+    start = [special["<tool_call>"], *tokenizer.encode("say"), special["<arg_key>"], *tokenizer.encode("x")]
+    for text, whole in [*((text, True) for text in fits), *((text, False) for text in not_)]:
+        matcher = grammar.matcher()
+        assert all(matcher.advance(id) for id in [*start, special["</arg_key>"], special["<arg_value>"]])
+        taken = all(matcher.advance(id) for id in tokenizer.encode(text))
+        assert (taken and matcher.advance(special["</arg_value>"])) == whole, text
+
+
 def test_a_declared_parameter_is_not_taken_for_another(compiler: GrammarCompiler, tokenizer: Tokenizer) -> None:
     special = tokenizer.special
     for key, first in (("q", b"n"), ("r", b"tf")):

@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 
 from glm5.serve.request import Constraint
-from glm5.text.arguments import STRING, argument_types
+from glm5.text.arguments import STRING, alternatives, schema_types
 from glm5.text.messages import Tool, tools_from_openai
 from glm5.text.tokenizer import Tokenizer
 from glm5.utils.errors import UserError
@@ -28,6 +28,7 @@ from glm5.utils.errors import UserError
 BLANK = r"[\x20\x0A\x0D\x09]{1,32}"
 FUEL = 200_000  # of the lexer's construction: half a second, in which no other request gets on
 LONGEST = 500_000  # characters of a constraint: the largest take a second to compile
+MOST_ALTERNATIVES = 256  # of a value's schema; where there are more, and a string is among them, any text is taken
 MOST_PARAMETERS = 64  # the parser marks which were given in a word of 64 bits
 
 
@@ -159,9 +160,9 @@ def tool_grammar(constraint: Constraint, tokenizer: Tokenizer) -> str:
     """One or more calls of the given tools in the native form, as a Lark grammar.
 
     Parameters come in any order, each at most once, the required ones always; others than the declared ones where
-    `additionalProperties` says so. A value whose schema admits a string is text as it stands (of an enum: one of its
-    members; of a string alone: within its `minLength` and `maxLength`, whatever its `pattern`), any other is JSON that
-    fits its schema.
+    `additionalProperties` says so. A value whose schema admits a string is text as it stands (of an enum, also behind a
+    reference or in `anyOf`: one of its members; of a string alone: within its `minLength` and `maxLength`, whatever its
+    `pattern`), any other is JSON that fits its schema.
 
     Raises:
         UserError: the tools cannot be read.
@@ -218,12 +219,32 @@ def _parameters(tool: Tool, place: str) -> tuple[dict[str, Any], set[str]]:
 
 def _value(schema: Any, tool: Tool, key: str) -> str:
     """The rule of one value. Its types are those by which the parser of answers reads it."""
-    members = schema.get("enum", [schema["const"]] if "const" in schema else None) if isinstance(schema, dict) else None
-    if members:
-        return " | ".join(_literal(m if isinstance(m, str) else json.dumps(m, ensure_ascii=False)) for m in members)
-    types = argument_types(tool, key)
-    if not isinstance(schema, dict) or "string" in types:
-        return _text(schema, key) if types == STRING else "TEXT"
+    if isinstance(schema, dict) and "string" not in schema_types(schema, tool.parameters):
+        return _members(schema) or _json(schema, tool)
+    each = alternatives(schema, tool.parameters, MOST_ALTERNATIVES)
+    rules = [_alternative(one, tool, key) for one in each or (None,)]
+    return "TEXT" if "TEXT" in rules else " | ".join(dict.fromkeys(rules))
+
+
+def _alternative(schema: Any, tool: Tool, key: str) -> str:
+    """The rule of a value's schema without references and choices of its own."""
+    if not isinstance(schema, dict):
+        return "TEXT"
+    types = schema_types(schema, tool.parameters)
+    if rule := _members(schema):
+        return rule
+    if "string" not in types:
+        return _json(schema, tool)
+    return _text(schema, key) if types == STRING else "TEXT"
+
+
+def _members(schema: dict[str, Any]) -> str:
+    """The rule of the values that a schema names one by one; empty if it names none."""
+    members = schema.get("enum", [schema["const"]] if "const" in schema else None)
+    return " | ".join(_literal(m if isinstance(m, str) else json.dumps(m, ensure_ascii=False)) for m in members or ())
+
+
+def _json(schema: dict[str, Any], tool: Tool) -> str:
     shared = {name: tool.parameters[name] for name in ("$defs", "definitions") if name in tool.parameters}
     return "%json " + json.dumps({**shared, **schema, "x-guidance": {"whitespace_pattern": BLANK}})
 

@@ -28,6 +28,33 @@ def argument_types(tool: Tool | None, key: str) -> frozenset[str]:
     return _types(schema, tool.parameters, {})
 
 
+def schema_types(schema: object, root: Mapping[str, Any]) -> frozenset[str]:
+    """The JSON types that a schema allows. root: where its references point into."""
+    return _types(schema, root, {})
+
+
+def alternatives(schema: object, root: Mapping[str, Any], most: int) -> list[object] | None:
+    """The schemas of which a value must fit one: references, `anyOf` and `oneOf` opened; None if they are too many."""
+    found: list[object] = []
+    left, seen = [schema], set[str]()
+    while left:
+        one = left.pop()
+        if len(left) + len(found) >= most:
+            return None
+        if isinstance(one, Mapping) and isinstance(one.get("$ref"), str):
+            if one["$ref"] not in seen:
+                seen.add(one["$ref"])
+                left.append(_at(root, one["$ref"]))
+            continue
+        closed = not isinstance(one, Mapping) or "enum" in one or "const" in one
+        branches = None if closed else one.get("anyOf") or one.get("oneOf")
+        if isinstance(branches, list | tuple) and branches:
+            left += reversed(branches)
+        else:
+            found.append(one)
+    return found
+
+
 def argument_json(raw: str, types: frozenset[str]) -> str:
     """Valid JSON of one argument.
 
