@@ -187,6 +187,15 @@ def test_the_first_cause_is_told() -> None:
     assert played(Made(crash), policy_of(said(""))[0]) == Result(Outcome.ENV_CRASH, None, "OSError: no such container")
 
 
+def test_what_is_no_result_is_the_services_fault() -> None:
+    async def bare(asked: Rollout, policy: Policy) -> Any:
+        return 0.5
+
+    made = played(Made(bare), policy_of(said(""))[0])
+    assert made.outcome is Outcome.ENV_CRASH
+    assert "rollout gave 0.5, and a Result is needed" in made.detail
+
+
 def test_asked_again_it_is_the_same_run_until_it_is_forgotten() -> None:
     async def main() -> None:
         runs, gate = [], asyncio.Event()

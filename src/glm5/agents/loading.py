@@ -9,6 +9,7 @@ import argparse
 import importlib
 import importlib.util
 import sys
+import traceback
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -31,19 +32,33 @@ def _load(name: str) -> TaskService:
         raise ConfigError("tasks", name, "must be FILE.py:Class or module:Class")
     try:
         if place.endswith(".py"):
-            spec = importlib.util.spec_from_file_location(Path(place).stem, place)
+            spec = importlib.util.spec_from_file_location(f"glm5_tasks_{Path(place).stem}", place)
             assert spec is not None
             assert spec.loader is not None
             module = importlib.util.module_from_spec(spec)
+            sys.modules[spec.name] = module  # dataclasses look their own module up there
             spec.loader.exec_module(module)
         else:
             module = importlib.import_module(place)
-    except (ImportError, FileNotFoundError) as error:
-        raise ConfigError("tasks", name, f"must be importable: {error}") from None
+    except Exception as error:  # of whatever the task's own code does
+        raise ConfigError("tasks", name, f"must be importable: {_told(error)}") from error
     made = getattr(module, of, None)
     if not (isinstance(made, type) and issubclass(made, TaskService)):
         raise ConfigError("tasks", name, f"must be a TaskService: {place} has no such class {of}")
-    return made()
+    try:
+        service: TaskService = made()
+    except Exception as error:  # likewise
+        raise ConfigError("tasks", name, f"must be made without arguments: {_told(error)}") from error
+    if not isinstance(getattr(service, "name", None), str):
+        raise ConfigError("tasks", name, f'must have a name: write name = "..." in {of}')
+    return service
+
+
+def _told(error: Exception) -> str:
+    """What went wrong, and where in the task's own code."""
+    frames = [f for f in traceback.extract_tb(error.__traceback__)[1:] if "importlib" not in f.filename]
+    where = f" ({frames[-1].filename}, line {frames[-1].lineno})" if frames else ""
+    return f"{type(error).__name__}: {error}{where}"
 
 
 def main(argv: Sequence[str]) -> int:

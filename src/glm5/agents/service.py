@@ -229,7 +229,10 @@ class Hosted:
                     made = await loop.run_in_executor(self._threads, self.service.rollout, asked, policy)
                 else:
                     made = self.service.rollout(asked, policy)
-                return await made if inspect.isawaitable(made) else made
+                found = await made if inspect.isawaitable(made) else made
+                if not isinstance(found, Result):
+                    raise TypeError(f"rollout gave {found!r}, and a Result is needed: return judged(reward)")
+                return found
         except EngineLost as error:
             return Result(Outcome.ENGINE_LOST, detail=str(error))
         except ContextFull as error:
