@@ -268,6 +268,19 @@ def test_rollouts_that_teach_nothing_for_long_are_an_error(tmp_path: Path) -> No
             of.step(lambda: False)
 
 
+def test_rollouts_that_always_crash_are_said_to(tmp_path: Path) -> None:
+    with Store(tmp_path / "t") as store:
+        of = learner(tmp_path / "run", store, Drawers())
+        of.intake = IntakeConfig(GROUPS, patience=3)
+        for group in range(4):
+            store.start(f"g{group}", "sums", [f"{group}"])
+            store.deliver(f"{group}", Outcome.ENV_CRASH, None, [], "KeyError: 'city'")
+        with pytest.raises(
+            UserError, match=r"4 environment_failed; 0 so: KeyError: 'city'.*mend the task"
+        ):
+            of.step(lambda: False)
+
+
 def test_what_cannot_be_is_said() -> None:
     for wrong in (dict(groups=0), dict(max_staleness=-1), dict(patience=0)):
         with pytest.raises(ConfigError):

@@ -197,16 +197,7 @@ class AgentLearner(Learner):
                 if len(made.taken) >= intake.groups:
                     return Settled(made.taken, gone.closed, gone.dropped)
                 if len(gone.dropped) > intake.patience * (1 + len(made.taken)):
-                    states = Counter(str(state) for state in gone.closed.values())
-                    what = f"{len(gone.dropped):,} groups in a row teach nothing: " + ", ".join(
-                        f"{count:,} {state}" for state, count in states.most_common()
-                    )
-                    mend = "make the task easier, or fine-tune the model on it first"
-                    if states.most_common(1)[0][0] == State.ENVIRONMENT_FAILED:
-                        failed = next(id for id, state in gone.closed.items() if state is State.ENVIRONMENT_FAILED)
-                        what += f"; {failed} so: {ledger.sample(failed).detail or 'nobody said how'}"
-                        mend = "mend the task, its environment or its verifier"
-                    raise UserError(what, f"Look at some (`glm5 trajectories`); {mend}")
+                    raise _useless(gone, ledger)
                 if stop():
                     return None
                 drawers.check()
@@ -306,3 +297,15 @@ def intake_figures(settled: Sequence[Settled], version: int) -> dict[str, Any]:
 
 def _reward(sample: Sample) -> float | None:
     return None if sample.outcome is None else reward_of(sample.outcome, sample.reward)
+
+
+def _useless(gone: Settled, ledger: Store) -> UserError:
+    """What to say of groups that teach nothing."""
+    states = Counter(gone.closed.values()).most_common()
+    what = f"{len(gone.dropped):,} groups in a row teach nothing: " + ", ".join(f"{n:,} {state}" for state, n in states)
+    mend = "make the task easier, or fine-tune the model on it first"
+    if states[0][0] is State.ENVIRONMENT_FAILED:
+        failed = next(id for id, state in gone.closed.items() if state is State.ENVIRONMENT_FAILED)
+        what += f"; {failed} so: {ledger.sample(failed).detail or 'nobody said how'}"
+        mend = "mend the task, its environment or its verifier"
+    return UserError(what, f"Look at some (`glm5 trajectories`); {mend}")
