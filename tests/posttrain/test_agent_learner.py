@@ -275,9 +275,7 @@ def test_rollouts_that_always_crash_are_said_to(tmp_path: Path) -> None:
         for group in range(4):
             store.start(f"g{group}", "sums", [f"{group}"])
             store.deliver(f"{group}", Outcome.ENV_CRASH, None, [], "KeyError: 'city'")
-        with pytest.raises(
-            UserError, match=r"4 environment_failed; 0 so: KeyError: 'city'.*mend the task"
-        ):
+        with pytest.raises(UserError, match=r"4 environment_failed; 0 so: KeyError: 'city'.*mend the task"):
             of.step(lambda: False)
 
 
