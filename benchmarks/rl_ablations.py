@@ -3,6 +3,8 @@
     python benchmarks/rl_ablations.py [--seeds 0,1,2] [--arms base,noisy,noisy-off,...] [--steps 40] --out DIR
                                       [--task big|sort] [--digits 3] [--json FILE]
     python benchmarks/rl_ablations.py --table FILE ...       # of what runs of several seeds or arms wrote by --json
+    python benchmarks/rl_ablations.py --arms '' --out DIR    # fine-tune only; copies of DIR may then run arms beside
+                                                             # each other, from the same weights
 
 A model of `nano`'s parts (--hidden and so on set its size) that reads 6 positions by one index head, so that half of
 index scores are ReLU's zeros and tie, is fine-tuned on "big 4 1 7" (the largest of the digits; --careless of the
@@ -217,6 +219,7 @@ def one(seed: int, arm: str, directory: Path, args: argparse.Namespace) -> dict[
         found = reasoning.reason(config, quiet)
     records = [r for r in read_metrics(found.run) if r["step"]]
     late = [r["reward"] for r in records[-10:]]
+    entropies = [r["entropy"] for r in records if "entropy" in r]  # a step that learned from nothing has none
     means = {
         name: statistics.mean(values)
         for name in SHOWN
@@ -227,7 +230,7 @@ def one(seed: int, arm: str, directory: Path, args: argparse.Namespace) -> dict[
         "after": measured(found.model, prompts, seed, args),
         "last rewards": statistics.mean(late),
         **means,
-        "entropy at the end": statistics.mean([r["entropy"] for r in records[-10:] if "entropy" in r]),
+        **({"entropy at the end": statistics.mean(entropies[-10:])} if entropies else {}),
         "seconds": time.time() - began,
     }
 
@@ -297,19 +300,21 @@ def main() -> None:
     if not args.out:
         parser.error("--out is missing")
     torch.set_num_threads(1)
-    seeds, arms = [int(s) for s in args.seeds.split(",")], args.arms.split(",")
+    seeds, arms = [int(s) for s in args.seeds.split(",")], [arm for arm in args.arms.split(",") if arm]
     out = Path(args.out)
     out.mkdir(parents=True, exist_ok=True)
     kept = out / "results.json"
     results: dict[str, dict[str, Any]] = json.loads(kept.read_text()) if kept.exists() else {}
-    for seed, arm in itertools.product(seeds, arms):
-        name = f"{seed}/{arm}"
-        if name not in results:
-            directory = out / f"seed-{seed}"
-            directory.mkdir(exist_ok=True)
-            results[name] = one(seed, arm, directory, args)
-            kept.write_text(json.dumps(results, indent=1))
-            print(name, {k: round(v, 4) for k, v in results[name].items()}, flush=True)
+    for seed in seeds:
+        directory = out / f"seed-{seed}"
+        directory.mkdir(exist_ok=True)
+        tuned(directory, seed, args)
+        for arm in arms:
+            name = f"{seed}/{arm}"
+            if name not in results:
+                results[name] = one(seed, arm, directory, args)
+                kept.write_text(json.dumps(results, indent=1))
+                print(name, {k: round(v, 4) for k, v in results[name].items()}, flush=True)
     print("\n".join(["", *table(results, seeds, arms)]))
     if args.json:
         document = {"arguments": vars(args), "torch": torch.__version__, "results": results}

@@ -7,6 +7,7 @@ Sides, which run after each other in every round, each from the beginning:
 
     ours         `glm5 rl reason`, as it is by default: Muon Split, engine, verifiers in processes of their own
     ours-adamw   the same with AdamW for all parameters
+    ours-varying the same with an engine that is not batch-invariant, as TRL's generation is not
     trl          TRL's GRPOTrainer on transformers' GLM-5, which loads our checkpoint: the very same weights, and
                  generation by transformers
     trl-llama    the same on transformers' Llama of the same width, layers, heads and about as many parameters,
@@ -65,7 +66,7 @@ from glm5.utils.runlog import read_metrics
 
 PROMPTS, GROUP, LONGEST, HELD_OUT = 8, 8, 4, 200
 FEW = 5  # steps that a reward is averaged over, at the beginning and at the end
-SIDES = ("ours", "ours-adamw", "trl", "trl-llama")
+SIDES = ("ours", "ours-adamw", "ours-varying", "trl", "trl-llama")
 
 
 def write_tasks(directory: Path) -> None:
@@ -131,9 +132,9 @@ def adamw_only(wanted: bool) -> Iterator[None]:
         learning.parameter_roles = parameter_roles
 
 
-def ours(bench: Bench, run: Path, seed: int, adamw: bool) -> dict[str, Any]:
+def ours(bench: Bench, run: Path, seed: int, side: str) -> dict[str, Any]:
     """Learn by the function behind the command."""
-    args = bench.args
+    args, adamw = bench.args, side != "ours"
     rate = args.adamw_lr if adamw else args.muon_lr
     config = ReasonConfig(
         checkpoint=str(bench.start),
@@ -145,10 +146,11 @@ def ours(bench: Bench, run: Path, seed: int, adamw: bool) -> dict[str, Any]:
             max_new_tokens=LONGEST,
             thinking=False,
             zero_variance="drop",
+            invariant="off" if side == "ours-varying" else "auto",
             memory_gib=0.1,
         ),
         learn=LearnConfig(
-            steps=args.steps, lr=LearningRate(rate, rate), seed=seed, save_every=10_000, micro_batch=64, row_tokens=256
+            steps=args.steps, lr=LearningRate(rate, rate), seed=seed, save_every=10_000, micro_batch=64, row_tokens=64
         ),
         device="cpu",
         eval_every=0,
@@ -387,7 +389,7 @@ def main() -> None:
             for side in order:
                 run = Path(scratch) / f"{side}-{number}"
                 if side.startswith("ours"):
-                    found = ours(bench, run, number, side == "ours-adamw")
+                    found = ours(bench, run, number, side)
                 else:
                     found = trl(bench, run, number, theirs if side == "trl" else smaller)
                 results[side].append(found)
