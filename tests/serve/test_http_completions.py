@@ -134,6 +134,34 @@ def test_echo_comes_once() -> None:
     assert streamed(client, **body)[0][0]["text"] == "path the answer is 数据"
 
 
+def test_echo_with_logprobs_scores_the_prompt_too() -> None:
+    """As programs that evaluate models ask: the prompt's entries come before the answer's, in a stream once."""
+    client, _ = client_of(script=lambda request, index: "the answer", sizes=(2,))
+    asked = {"prompt": "path ", "echo": True, "logprobs": 1, "return_token_ids": True}
+    choice = client.post("/v1/completions", json=asked).json()["choices"][0]
+    ids = [*choice["prompt_token_ids"], *choice["token_ids"]]
+    assert choice["text"] == "path the answer"
+    assert choice["logprobs"]["token_logprobs"] == [None, *(-id / 1000 for id in ids[1:])]
+    assert [top is None for top in choice["logprobs"]["top_logprobs"]] == [True] + [False] * (len(ids) - 1)
+    told = zip(choice["logprobs"]["tokens"], choice["logprobs"]["text_offset"], strict=True)
+    shown = [*told][2:]  # behind the prefix
+    assert all(choice["text"][offset : offset + len(token)] == token for token, offset in shown)
+    stream = streamed(client, **asked)[0][0]
+    assert (stream["text"], stream["lp"]) == (choice["text"], choice["logprobs"]["token_logprobs"])
+    assert stream["offsets"] == choice["logprobs"]["text_offset"]
+
+
+def test_echo_alone_answers_nothing() -> None:
+    client, backend = client_of(cached=2)
+    asked = {"prompt": [50, 51], "echo": True, "logprobs": 1, "max_tokens": 0}
+    told = client.post("/v1/completions", json=asked).json()
+    choice = told["choices"][0]
+    assert (choice["text"], choice["finish_reason"]) == (chat_tokenizer().decode([50, 51]), "length")
+    assert choice["logprobs"]["token_logprobs"] == [None, -0.051]
+    assert (told["usage"]["completion_tokens"], backend.seen[0].params.max_new_tokens) == (0, 1)
+    assert streamed(client, **asked)[0][0]["lp"] == [None, -0.051]
+
+
 def test_special_tokens_show_if_wanted() -> None:
     client, _ = client_of()
     body = {"prompt": "a", "skip_special_tokens": False, "stop_token_ids": [300], "ignore_eos": True}
@@ -169,7 +197,8 @@ def test_infinite_logprobs_are_numbers() -> None:
         {"prompt": "\ud800"},
         {"prompt": "a", "suffix": "b"},
         {"prompt": "a", "best_of": 3},
-        {"prompt": "a", "echo": True, "logprobs": 1},
+        {"prompt": "a", "echo": True, "logprobs": 1, "prompt_logprobs": 2},
+        {"prompt": "a", "max_tokens": 0},
         {"prompt": ["a"] * 2000},
     ],
 )

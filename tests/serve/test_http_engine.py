@@ -77,6 +77,25 @@ def test_routed_experts_come_as_slime_reads_them(model: GLM5, running: tuple[str
     assert streamed[-1]["meta_info"]["routed_experts"] == packed
 
 
+def test_a_scored_prompt_has_the_figures_that_an_answer_had(running: tuple[str, Engine]) -> None:
+    ids, scored = list(range(250, 320)), {"return_logprob": True, "return_routed_experts": True}
+    with httpx.Client(base_url=running[0], timeout=60) as client:
+        body = {"input_ids": ids, "sampling_params": {**GREEDY, "max_new_tokens": 5}, **scored}
+        given = client.post("/generate", json=body).json()
+        text, said = [*ids, *given["output_ids"]], given["meta_info"]["output_token_logprobs"]
+        body |= {"input_ids": text, "sampling_params": {**GREEDY, "max_new_tokens": 0}, "logprob_start_len": len(ids)}
+        meta = client.post("/generate", json=body).json()["meta_info"]
+        echo = {"prompt": text, "max_tokens": 0, "echo": True, "logprobs": 1}
+        choice = client.post("/v1/completions", json=echo).json()["choices"][0]
+    assert [entry[0] for entry in meta["input_token_logprobs"]] == pytest.approx([entry[0] for entry in said], abs=2e-5)
+    assert choice["logprobs"]["token_logprobs"][len(ids) :] == pytest.approx([entry[0] for entry in said], abs=2e-5)
+    likeliest = [*choice["logprobs"]["top_logprobs"][-1].values()]
+    assert likeliest == pytest.approx(
+        choice["logprobs"]["token_logprobs"][-1:], abs=2e-5
+    )  # since it was drawn greedily
+    assert len(meta["routed_experts"]) == len(given["meta_info"]["routed_experts"])
+
+
 def test_chat_streams_what_it_answers(running: tuple[str, Engine]) -> None:
     client = openai.OpenAI(base_url=f"{running[0]}/v1", api_key="none", max_retries=0)
     asked: dict[str, Any] = {"model": "tiny", "messages": HI, "max_tokens": 40, "temperature": 0}

@@ -104,6 +104,19 @@ def test_a_fault_is_named_as_the_client_wrote_it(body: dict[str, Any], param: st
     assert (answer.status_code, answer.json()["error"]["param"]) == (400, param)
 
 
+@pytest.mark.parametrize("script", [[60, 61], [chat_tokenizer().user_id]])  # goes on, or would end there
+def test_scoring_a_prompt_answers_nothing(script: list[int]) -> None:
+    """As distillation on a student's own answers asks a teacher."""
+    client, backend = client_of(script=lambda request, index: script)
+    asked = {"return_logprob": True, "logprob_start_len": 0, "sampling_params": {"max_new_tokens": 0, "temperature": 0}}
+    told = generate(client, **asked)
+    meta = told["meta_info"]
+    assert (told["text"], told["output_ids"], meta["output_token_logprobs"]) == ("", [], [])
+    assert [entry[:2] for entry in meta["input_token_logprobs"]] == [[None, 50], [-0.051, 51]]
+    assert (meta["completion_tokens"], meta["finish_reason"]) == (0, {"type": "length", "length": 0})
+    assert backend.seen[0].params.max_new_tokens == 1
+
+
 def test_kept_sets_as_ragged_lists() -> None:
     client, _ = client_of()
     sampling = {**SAMPLING, "top_p": 0.9, "custom_params": {"return_top_p_token_ids": True}}
@@ -169,7 +182,7 @@ def test_batches_and_several_answers() -> None:
         {"input_ids": [[50], 51]},
         {"input_ids": [True]},
         {"input_ids": [1.5]},
-        {"input_ids": [50], "sampling_params": {"max_new_tokens": 0}},
+        {"input_ids": [50], "sampling_params": {"max_new_tokens": -1}},
         {"input_ids": [50], "sampling_params": {"max_new_tokens": 5000}},
         {"input_ids": [50], "sampling_params": {"seed": 1, "sampling_seed": 2}},
         {"input_ids": [50], "sampling_params": [{}, {}]},

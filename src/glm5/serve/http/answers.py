@@ -10,11 +10,12 @@ from __future__ import annotations
 import codecs
 import time
 from collections.abc import Iterable
+from dataclasses import replace
 from typing import Any
 
 from glm5.serve.fold import Folded
 from glm5.serve.http.errors import ApiError
-from glm5.serve.request import Delta, Request
+from glm5.serve.request import Delta, Finish, Request
 from glm5.text.tokenizer import Tokenizer
 
 LEAST_LOGPROB = -9999.0  # for what JSON cannot hold: the logarithm of zero
@@ -136,6 +137,14 @@ class Answer(Folded):
             "draft_tokens": self.drafted,
             "accepted_draft_tokens": self.accepted,
         }
+
+
+def untold(delta: Delta) -> Delta:
+    """The delta without its ids: the engine gives at least one, and a client that scores its prompt wants none."""
+    finish = delta.finish
+    ended = Finish("length") if finish is not None and finish.type == "stop" else finish
+    last = len(delta.routed) // max(1, delta.prompt_tokens)  # bytes of the prompt's last id, which leads to no other
+    return replace(delta, ids=(), info=(), trim=0, finish=ended, routed=delta.routed[: len(delta.routed) - last])
 
 
 def finish_fields(answer: Answer) -> dict[str, Any]:

@@ -1,7 +1,8 @@
 """OpenAI's `/v1/completions`: text or ids go on, without a chat format. Read next: `chat`.
 
 A prompt given as text opens with `[gMASK]<sop>`, as every text that the model was trained on; one given as ids is taken
-as it is.
+as it is. `echo` with `logprobs` gives the prompt's ids their entries, too, and `max_tokens` may then be 0: so a text is
+scored, as evaluations do.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from pydantic import Field
 
 from glm5.serve.client import Stream
 from glm5.serve.http import logprobs
-from glm5.serve.http.answers import Answer, finish_fields, usage_of
+from glm5.serve.http.answers import Answer, finish_fields, untold, usage_of
 from glm5.serve.http.bodies import (
     MAX_BATCH,
     OPENAI_WITHOUT_EFFECT,
@@ -27,6 +28,7 @@ from glm5.serve.http.bodies import (
     SamplingFields,
     StreamOptions,
     Strict,
+    agreed,
     format_constraint,
     only,
 )
@@ -44,7 +46,7 @@ from glm5.serve.http.server import (
     start_all,
     unless_gone,
 )
-from glm5.serve.request import Request, SamplingParams
+from glm5.serve.request import Delta, Request, SamplingParams, TokenInfo
 from glm5.text.stream import StreamDecoder
 
 
@@ -55,7 +57,7 @@ class CompletionBody(SamplingFields, Strict):
 
     model: Name | None = None
     prompt: str | list[str] | list[Id] | list[list[Id]]
-    max_tokens: int | None = Field(default=16, ge=1, le=2**31 - 1)  # OpenAI's default; null fills the context
+    max_tokens: int | None = Field(default=16, ge=0, le=2**31 - 1)  # OpenAI's default; null fills the context
     echo: bool | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
@@ -75,16 +77,17 @@ class _Choice:
     def __init__(self, server: Server, body: CompletionBody, request: Request, index: int, place: int) -> None:
         self.body, self.place = body, place
         self.answer = Answer(request, index, server.backend.tokenizer)
-        self._decoder = StreamDecoder(server.backend.tokenizer, skip_control=body.skip_special_tokens is not False)
+        self._skip = body.skip_special_tokens is not False
+        self._decoder = StreamDecoder(server.backend.tokenizer, self._skip)
         self._sent = 0
         self._offset = 0
         self._first = True
         self._tokenizer = server.backend.tokenizer
-        self._echo = self._tokenizer.decode(request.input_ids, skip_control=True) if body.echo else ""
+        self._echo = self._tokenizer.decode(request.input_ids, self._skip) if body.echo else ""
 
-    def take(self, delta: Any) -> str:
+    def take(self, delta: Delta) -> str:
         """The text that a delta adds."""
-        text = self._decoder.push(self.answer.take(delta))
+        text = self._decoder.push(self.answer.take(untold(delta) if self.body.max_tokens == 0 else delta))
         if delta.finish is not None:
             text += self._decoder.finish()
         echo, self._echo = self._echo, ""
@@ -96,8 +99,11 @@ class _Choice:
         new = slice(self._sent, len(answer.ids))
         out: dict[str, Any] = {"index": self.place, "text": text, "logprobs": None, **finish_fields(answer)}
         if body.logprobs is not None:
+            ids, infos = answer.ids[new], list[TokenInfo | None](answer.info[new])
+            if body.echo and self._first:
+                ids, infos = [*answer.request.input_ids, *ids], [*answer.prompt_info, *infos]
             out["logprobs"] = logprobs.of_completion(
-                self._tokenizer, answer.ids[new], answer.info[new], self._offset, bool(body.return_tokens_as_token_ids)
+                self._tokenizer, ids, infos, self._offset, self._skip, bool(body.return_tokens_as_token_ids)
             )
         if body.prompt_logprobs is not None and self._first:
             out["prompt_logprobs"] = logprobs.of_prompt(self._tokenizer, answer)
@@ -172,13 +178,18 @@ def _requests(server: Server, body: CompletionBody) -> list[Request]:
         raise ApiError(400, "suffix: filling in is not offered. Leave it out", param="suffix")
     if body.best_of is not None and body.best_of != (body.n or 1):
         raise ApiError(400, f"best_of={body.best_of} is not offered. Use n, and choose", param="best_of")
-    if body.echo and body.logprobs is not None:
-        raise ApiError(400, "echo and logprobs together are not offered. Use prompt_logprobs", param="echo")
+    if body.max_tokens == 0 and not body.echo:
+        raise ApiError(400, "max_tokens=0 answers nothing. Give at least 1, or echo", param="max_tokens")
+    of_prompt = agreed(
+        "the log-probabilities of the prompt",
+        prompt_logprobs=body.prompt_logprobs,
+        logprobs=body.logprobs if body.echo else None,
+    )
     params = SamplingParams(
         **body.sampling(),
-        max_new_tokens=body.max_tokens,
+        max_new_tokens=1 if body.max_tokens == 0 else body.max_tokens,
         logprobs=body.logprobs,
-        prompt_logprobs=body.prompt_logprobs,
+        prompt_logprobs=of_prompt,
         constraint=only([*body.constraints(), *format_constraint(body.response_format)]),
     )
     prompts: list[Any] = body.prompt if isinstance(body.prompt, list) else [body.prompt]

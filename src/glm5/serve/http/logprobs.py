@@ -34,19 +34,29 @@ def of_chat(
 
 
 def of_completion(
-    tokenizer: Tokenizer, ids: Sequence[int], infos: Sequence[TokenInfo], offset: int, as_id: bool = False
+    tokenizer: Tokenizer,
+    ids: Sequence[int],
+    infos: Sequence[TokenInfo | None],
+    offset: int,
+    skip_control: bool,
+    as_id: bool = False,
 ) -> dict[str, Any]:
-    """OpenAI's older form: four lists. `offset`: where the text of the first id begins."""
+    """OpenAI's older form: four lists. A prompt's first id follows nothing and has null.
+
+    Args:
+        offset: where the text of the first id begins. skip_control: control tokens are no part of the text.
+    """
     tokens = [token_text(tokenizer, id, as_id) for id in ids]
     offsets = []
     for id in ids:
         offsets.append(offset)
-        offset += len(tokenizer.decode([id]))
+        offset += len(tokenizer.decode([id], skip_control))
     return {
         "tokens": tokens,
-        "token_logprobs": [logprob(info.logprob) for info in infos],
+        "token_logprobs": [logprob(info.logprob) if info else None for info in infos],
         "top_logprobs": [
-            {token_text(tokenizer, other, as_id): logprob(value) for other, value in info.top} for info in infos
+            {token_text(tokenizer, other, as_id): logprob(value) for other, value in info.top} if info else None
+            for info in infos
         ],
         "text_offset": offsets,
     }

@@ -19,7 +19,7 @@ from fastapi.responses import Response
 from pydantic import Field
 
 from glm5.serve.client import Stream
-from glm5.serve.http.answers import Answer, logprob
+from glm5.serve.http.answers import Answer, logprob, untold
 from glm5.serve.http.bodies import MAX_BATCH, Body, Id, Name, SamplingFields, Strict, agreed, only
 from glm5.serve.http.errors import ApiError, Json
 from glm5.serve.http.logprobs import token_text
@@ -45,7 +45,7 @@ class NativeSampling(SamplingFields, Strict):
 
     WITHOUT_EFFECT = frozenset({"spaces_between_special_tokens", "stream_interval"})
 
-    max_new_tokens: int | None = Field(default=None, ge=1, le=2**31 - 1)
+    max_new_tokens: int | None = Field(default=None, ge=0, le=2**31 - 1)  # with 0 a prompt is only scored
     min_new_tokens: int | None = Field(default=None, ge=0, le=2**31 - 1)
     sampling_seed: int | None = Field(default=None, ge=-(2**63), le=2**63 - 1)
     no_stop_trim: bool | None = None
@@ -96,6 +96,7 @@ class _Item:
         self.with_prompt_ids = bool(body.return_prompt_token_ids)
         self.skip_control = sampling.skip_special_tokens is not False
         self.top = mine("top_logprobs_num") or 0
+        self.scores_only = sampling.max_new_tokens == 0
         self.with_routed = bool(body.return_routed_experts)
         self.with_versions = bool(body.return_weight_versions)
         self.kept = bool((sampling.custom_params or {}).get("return_top_p_token_ids"))
@@ -126,7 +127,7 @@ class _Item:
         wants_prompt = self.with_logprob and self.logprob_start >= 0
         return SamplingParams(
             **given,
-            max_new_tokens=sampling.max_new_tokens,
+            max_new_tokens=1 if self.scores_only else sampling.max_new_tokens,
             logprobs=self.top if self.with_logprob or self.kept else None,
             prompt_logprobs=self.top if wants_prompt else None,
             kept_set=self.kept,
@@ -136,7 +137,7 @@ class _Item:
         )
 
     def take(self, delta: Delta) -> None:
-        i = delta.index
+        i, delta = delta.index, untold(delta) if self.scores_only else delta
         self._texts[i] += self._decoders[i].push(self.answers[i].take(delta))
         if delta.finish is not None:
             self._texts[i] += self._decoders[i].finish()
