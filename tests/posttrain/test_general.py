@@ -26,7 +26,7 @@ from glm5.posttrain.rollouts import RolloutConfig, Rollouts
 from glm5.posttrain.samples import read_samples
 from glm5.train.schedule import LearningRate
 from glm5.utils.config_io import save
-from glm5.utils.errors import ConfigError, DataError, UserError
+from glm5.utils.errors import CheckpointError, ConfigError, DataError, UserError
 from glm5.utils.runlog import read_metrics
 from support.conversations import tokenizer
 from support.judges import Asked, JudgeServer, Said, ratings_of
@@ -327,3 +327,11 @@ def test_a_reward_model_that_may_not_read_an_answer_is_refused_before_any_is_dra
     with pytest.raises(DataError, match=r"prompt 'train-0' with an answer of 2 tokens may not fit the reward model"):
         general(config(tmp_path, base, reward=RewardConfig(model=str(path))), lambda _: None)
     assert not (tmp_path / "run" / "samples.jsonl").exists()
+
+
+@pytest.mark.parametrize("wrong", ["nowhere", "base"])
+def test_what_is_no_reward_model_is_refused_before_a_run_is_made(wrong: str, tmp_path: Path, base: str) -> None:
+    where = base if wrong == "base" else str(tmp_path / wrong)
+    with pytest.raises(CheckpointError, match="is no reward model"):
+        general(config(tmp_path, base, reward=RewardConfig(model=where)), lambda _: None)
+    assert not (tmp_path / "run").exists()

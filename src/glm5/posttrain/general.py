@@ -39,7 +39,7 @@ from glm5.posttrain.reason import (
 from glm5.posttrain.reward.data import answered
 from glm5.posttrain.reward.hybrid import GENERAL, RULES, Hybrid, RewardConfig
 from glm5.posttrain.reward.judge import Judge
-from glm5.posttrain.reward.model import Scorer, fingerprint
+from glm5.posttrain.reward.model import Scorer, fingerprint, require_reward_model
 from glm5.posttrain.reward.monitors import MonitorConfig, Monitors, Watched
 from glm5.posttrain.reward.rubric import load_rubric
 from glm5.posttrain.reward.rules import require_rules
@@ -167,11 +167,13 @@ def resolve(config: GeneralConfig) -> tuple[GeneralConfig, ModelConfig]:
     """The configuration with the device and mesh that it will have here, and the model's own.
 
     Raises:
-        UserError: the checkpoint cannot be used, or there are no prompts.
+        UserError: the checkpoint or the reward model cannot be used, or there are no prompts.
     """
     model = model_config(config.checkpoint, "glm5 rl general")
     if not config.prompts.data:
         raise ConfigError("prompts.data", (), "must name at least one JSONL file of prompts")
+    if config.reward.model:
+        require_reward_model(config.reward.model)
     return settled(config), model
 
 

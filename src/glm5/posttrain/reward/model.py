@@ -97,11 +97,7 @@ class RewardModel(nn.Module):
         Raises:
             CheckpointError: it is no reward model, or is damaged.
         """
-        path = Path(path)
-        if not (path / HEAD).is_file() or not (path / ABOUT).is_file():
-            inner = path / "model"
-            mend = f"Give its model, {inner}" if (inner / HEAD).is_file() else "Train one with `glm5 reward-model`"
-            raise CheckpointError(f"{path} is no reward model", mend)
+        path = require_reward_model(path)
         about = read_json(path / ABOUT)
         try:
             made = cls(
@@ -116,6 +112,20 @@ class RewardModel(nn.Module):
         except (KeyError, TypeError, ValueError, RuntimeError, SafetensorError) as e:
             raise CheckpointError(f"{path} holds a damaged reward model: {' '.join(str(e).split())[:200]}") from None
         return made.eval()
+
+
+def require_reward_model(path: str | Path) -> Path:
+    """The directory, if a reward model lies there.
+
+    Raises:
+        CheckpointError: none does.
+    """
+    path = Path(path)
+    if not (path / HEAD).is_file() or not (path / ABOUT).is_file():
+        inner = path / "model"
+        mend = f"Give its model, {inner}" if (inner / HEAD).is_file() else "Train one with `glm5 reward-model`"
+        raise CheckpointError(f"{path} is no reward model", mend)
+    return path
 
 
 def fingerprint(path: str | Path) -> dict[str, str]:
