@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 from pathlib import Path
+from typing import Literal
 
 from glm5.posttrain.agent import IntakeConfig
 from glm5.posttrain.agent_run import AgentConfig
@@ -23,12 +24,14 @@ def asynchronous(
     micro_batch: int,
     save_every: int,
     device: str,
+    engine_dtype: Literal["float32", "bfloat16"] = "float32",
 ) -> AgentConfig:
     """A run of agents as the options of the command line have it."""
     return AgentConfig(
         checkpoint=str(model),
         run=str(run),
         engine=engine,
+        engine_dtype=engine_dtype,
         rollout=RolloutOptions(group=args.group, concurrency=args.concurrency, look_s=0.1),
         intake=IntakeConfig(groups=args.groups, max_staleness=args.staleness),
         learn=LearnConfig(

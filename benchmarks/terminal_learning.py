@@ -1,26 +1,35 @@
 """Does a model learn at a terminal? Fine-tuning on scripted sessions, then asynchronous reinforcement learning there.
 
     python benchmarks/terminal_learning.py [--preset nano|mini] [--device cuda] [--seeds 0,1,2] [--json FILE]
+                                           [--dtype bfloat16] [--services 2] [--weaker | --pretend] ...
 
 Tasks are directories in Harbor's format, made by the thousand: a table, and one figure of one of its columns to be
 written into a file. What lies between the fields is not told, so an agent must look before it cuts. Scripts are of two
 kinds: careful ones look first, hasty ones (--hasty is their share) guess. Every command runs in the sandbox, which
 needs a host that can isolate; a model is judged by the file that it leaves, as any terminal task's. A quarter of the
-combinations of figure, column and separator is held out: neither scripts nor rollouts have them. With --pretend
-nothing is run: the commands of scripts are answered by what they would do, any other by an error. That is no terminal
-task but one of the same words, for hosts that have no sandbox. Read next: `agent_learning`, which has the ablations.
+combinations of figure, column and separator is held out: neither scripts nor rollouts have them. --weaker asks for the
+sandbox that does without control groups. With --pretend nothing is run: the commands of scripts are answered by what
+they would do, any other by an error. That is no terminal task but one of the same words, where there is no sandbox.
+Tasks are services in --services processes of their own, each with its part of them, or with 0 in the learner's. The
+trainer is in fp32 (on a GPU with TF32 products), the engine in --dtype. Fine-tuning keeps nothing but its model,
+since saving takes the time. Success comes with Wilson's interval of 95%. Read next: `agent_learning`, which has the
+ablations.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import math
+import multiprocessing
 import random
+import socket
 import statistics
 import time
 import zlib
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -30,17 +39,21 @@ import torch
 from agent_config import asynchronous
 from glm5 import GLM5, save_model
 from glm5.agents.protocol import Rollout
-from glm5.agents.sandbox import Finished
+from glm5.agents.sandbox import Finished, Limits
+from glm5.agents.service import serve
 from glm5.agents.services.terminal import SYSTEM, TerminalService
 from glm5.agents.services.tools import Tool
 from glm5.agents.tasks import InSandbox, Task, prove, read_task
+from glm5.data.mixing import MixedLoader
 from glm5.model.presets import mini, nano
 from glm5.posttrain.agent_run import AgentConfig, agent
+from glm5.posttrain.sft import SftConfig, conversations
 from glm5.serve.config import EngineConfig
 from glm5.text import Tokenizer, render
 from glm5.text.messages import messages_from_openai, tools_from_openai
+from glm5.train.loop import Trainer
 from glm5.utils.runlog import read_metrics
-from learning import quiet, seeds, spread, tuned
+from learning import quiet, seeds, spread, training
 
 COLUMNS = 4
 SEPARATORS = ",", ";", ":", "|"
@@ -193,22 +206,23 @@ class Pretended:
 
 
 class Tables(TerminalService):
-    """The tasks as a service; sessions of held-out figures have tasks of their own."""
+    """The tasks, or one of the parts of them, as a service; held-out rollouts have tasks of their own."""
 
     timeout_s = 120.0
 
-    def __init__(self, directory: Path, args: argparse.Namespace, seed: int) -> None:
+    def __init__(self, directory: Path, args: argparse.Namespace, seed: int, part: int = 0) -> None:
         first = 1_000_000 * (1 + seed)
         of = {n: asked(n, held=n < first) for n in (*range(args.held_out), *range(first, first + args.tasks))}
-        tasks = {n: laid_out(one, directory, n) for n, one in of.items()}
+        parts = max(1, args.services)
+        tasks = {n: laid_out(one, directory, n) for n, one in of.items() if n % parts == part}
         self.held = [task for n, task in tasks.items() if n < first]
-        self.concurrency = args.concurrency
-        where: Any = InSandbox()
+        self.concurrency = -(-args.concurrency // parts)
+        where: Any = InSandbox(Limits(control_group=not args.weaker))
         if args.pretend:
             where = Pretended({task.directory.name: of[n] for n, task in tasks.items()})
         wanted = {"max_tokens": 64, "thinking": {"type": "disabled"}}
         learned = [task for n, task in tasks.items() if n >= first]
-        super().__init__("tables", learned, where, turns=4, wall_s=10.0, sampling=wanted)
+        super().__init__(f"tables.{part}", learned, where, turns=4, wall_s=10.0, sampling=wanted)
 
     def task(self, asked: Rollout) -> Task:
         return self.held[asked.index % len(self.held)] if asked.sample.startswith("held-") else super().task(asked)
@@ -216,8 +230,9 @@ class Tables(TerminalService):
 
 def base(directory: Path, args: argparse.Namespace, seed: int) -> Path:
     """The fine-tuned model that learning begins with; one that is there is taken as it is."""
-    if (directory / "sft" / "result.json").exists():
-        return directory / "sft" / "model"
+    tuned, began = directory / "sft" / "model", time.time()
+    if (tuned / "config.json").exists():
+        return tuned
     talk, draw, rows = directory / "talk.jsonl", random.Random(seed), []  # noqa: S311
     for number in range(args.scripts):
         one = asked(1_000_000_000 + seed * 1_000_000 + number, held=False)
@@ -236,38 +251,91 @@ def base(directory: Path, args: argparse.Namespace, seed: int) -> Path:
         index_topk=1024,  # sessions are shorter: nothing is left out, and the indexers need no training
         **{name: size for name, size in sizes.items() if size},
     )
-    if not (directory / "base").exists():
-        with torch.device(args.device):
-            model = GLM5(shape, seed=seed)
-        save_model(model, directory / "base", tokenizer=tokenizer)
-        print(f"{sum(p.numel() for p in model.parameters()):,} parameters", flush=True)
-    about: dict[str, Any] = dict(batch=args.sft_rows, seq_len=args.seq_len, device=args.device)
-    return tuned(directory / "base", [talk], args, seed, **about)
+    with torch.device(args.device):
+        model = GLM5(shape, seed=seed)
+    print(f"{sum(p.numel() for p in model.parameters()):,} parameters", flush=True)
+    train = training(args, seed, batch=args.sft_rows)
+    about: dict[str, Any] = dict(data=(str(talk),), seq_len=args.seq_len, device=args.device, train=train)
+    rows_of = conversations(SftConfig(checkpoint="none", **about), tokenizer, directory / "sft", begun=False)
+    loader = MixedLoader(rows_of.dataset(args.seq_len, 1), {str(talk): 1.0}, seed)
+    trainer = Trainer(train, model, loader, directory / "sft")
+    while trainer.finished_steps < train.steps:
+        found = trainer.step()
+        if trainer.finished_steps % 20 == 0:
+            said = f"fine-tuning, step {trainer.finished_steps}: loss {found['loss']:.3f}"
+            print(f"{said}  ({time.time() - began:.0f} s)", flush=True)
+    save_model(trainer.fp32_model(), tuned, tokenizer=tokenizer)
+    return tuned
+
+
+def interval(share: float, count: int) -> tuple[float, float]:
+    """Wilson's, of 95%, of a share of so many."""
+    z = 1.96
+    middle, half = share + z * z / (2 * count), z * math.sqrt(share * (1 - share) / count + z * z / (4 * count * count))
+    return (middle - half) / (1 + z * z / count), (middle + half) / (1 + z * z / count)
 
 
 def config(model: Path, run: Path, args: argparse.Namespace, seed: int) -> AgentConfig:
     engine = EngineConfig(memory_gib=args.memory_gib, context=1024, overlap=False, max_running=args.concurrency)
     about: dict[str, Any] = dict(micro_batch=args.micro_batch, save_every=10_000, device=args.device)
-    return asynchronous(model, run, args, seed, engine, **about)
+    about["engine_dtype"] = args.dtype
+    made = asynchronous(model, run, args, seed, engine, **about)
+    return replace(made, eval_rollouts=args.held_out // max(1, args.services))
+
+
+def serve_part(directory: Path, args: argparse.Namespace, seed: int, part: int, desk: str) -> None:
+    """One service, as a process."""
+    serve(Tables(directory, args, seed, part), f"http://{desk}")
+
+
+@contextmanager
+def services(directory: Path, args: argparse.Namespace, seed: int, desk: str) -> Iterator[None]:
+    """The services in processes of their own."""
+    made = [
+        multiprocessing.get_context("spawn").Process(target=serve_part, args=(directory, args, seed, part, desk))
+        for part in range(args.services)
+    ]
+    try:
+        for process in made:
+            process.start()
+        yield
+    finally:
+        for process in made:
+            process.kill()
+            process.join()
+
+
+def of_tasks(record: dict[str, Any], name: str) -> float | None:
+    """The mean over the tasks that a step has a figure of."""
+    values = [value for of, value in record.items() if of.startswith(name)]
+    return statistics.fmean(values) if values else None
 
 
 def one_seed(seed: int, directory: Path, args: argparse.Namespace) -> dict[str, Any]:
     """What the seed's run found."""
     directory.mkdir(parents=True, exist_ok=True)
     began = time.time()
-    model = base(directory, args, seed)
-    ready = time.time()
-    service = Tables(directory / "tasks", args, seed)
-    for task in (service.tasks[0], service.held[0]):
-        prove(task, service.where)
-    found = agent(config(model, directory / "rl", args, seed), quiet, services=[service])
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        desk = f"127.0.0.1:{free.getsockname()[1]}"
+    with services(directory / "tasks", args, seed, desk):  # they begin beside fine-tuning
+        model = base(directory, args, seed)
+        ready = time.time()
+        given = config(model, directory / "rl", args, seed)
+        hosted = [] if args.services else [Tables(directory / "tasks", args, seed)]
+        task = laid_out(asked(0, held=False), directory / "proof", 0)
+        if not args.pretend:
+            prove(task, InSandbox(Limits(control_group=not args.weaker)))
+        print(f"model and tasks are there ({time.time() - began:.0f} s)", flush=True)
+        found = agent(given if hosted else replace(given, desk=desk), quiet, services=hosted)
     records = read_metrics(found.run)
     steps = [r for r in records if "loss" in r]
+    before, after = (statistics.fmean(found.held_out[when].values()) for when in ("before", "after"))
     return {
-        "before": found.held_out["before"]["tables"],
-        "after": found.held_out["after"]["tables"],
-        "curve": {r["step"]: r["held_out/tables"] for r in records if "held_out/tables" in r},
-        "rewards": [r["rewards/tables"] for r in steps],
+        "before": before,
+        "after": after,
+        "intervals": [interval(share, args.held_out) for share in (before, after)],
+        "curve": {r["step"]: mean for r in records if (mean := of_tasks(r, "held_out/")) is not None},
+        "rewards": [of_tasks(r, "rewards/") for r in steps],
         "states": found.states,
         "sft_s": ready - began,
         "rl_s": time.time() - ready,
@@ -285,19 +353,23 @@ def main() -> None:
     for name, default in (
         ("sft-steps", 400), ("sft-rows", 4), ("rl-steps", 8), ("scripts", 2000), ("vocab", 640), ("hidden", 0),
         ("layers", 0), ("experts", 0), ("seq-len", 512), ("group", 8), ("groups", 4), ("updates", 2), ("staleness", 2),
-        ("concurrency", 32), ("tasks", 256), ("held-out", 32), ("eval-every", 2), ("micro-batch", 2),
+        ("concurrency", 32), ("services", 0), ("tasks", 256), ("held-out", 32), ("eval-every", 2), ("micro-batch", 2),
     ):  # fmt: skip
         parser.add_argument(f"--{name}", type=int, default=default)
     parser.add_argument("--hasty", type=float, default=0.7)
     parser.add_argument("--sft-lr", type=float, default=3e-3)
     parser.add_argument("--lr", type=float, default=3e-4)
     parser.add_argument("--memory-gib", type=float, default=0.5)
-    parser.add_argument("--pretend", action="store_true", help="run no command: see above")
+    parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32")
+    where = parser.add_mutually_exclusive_group()
+    where.add_argument("--weaker", action="store_true", help="do without control groups: see above")
+    where.add_argument("--pretend", action="store_true", help="run no command: see above")
     parser.add_argument("--out", help="keep the runs here, and go on from what is there")
     parser.add_argument("--json", help="write the figures here")
     args = parser.parse_args()
     if args.device == "cpu":
         torch.set_num_threads(1)
+    torch.set_float32_matmul_precision("high")
     found: list[dict[str, Any]] = []
     for seed, directory in seeds(args):
         found.append(one_seed(seed, directory, args))

@@ -44,7 +44,7 @@ def test_a_careful_script_solves_it_and_a_wrong_guess_does_not(
 ) -> None:
     if not pretend:
         request.getfixturevalue("isolation")
-    args = argparse.Namespace(tasks=2, held_out=2, concurrency=2, pretend=pretend)
+    args = argparse.Namespace(tasks=2, held_out=2, concurrency=2, services=0, pretend=pretend, weaker=False)
     service = bench.Tables(tmp_path, args, 0)
     for number, task in enumerate([*service.held, *service.tasks]):
         one = bench.asked(number if number < 2 else 1_000_000 + number - 2, held=number < 2)
@@ -60,6 +60,21 @@ def test_a_careful_script_solves_it_and_a_wrong_guess_does_not(
         wrong = next(s for s in bench.SEPARATORS if s != one.separator)
         guess = one.command(wrong)
         assert attempt(task, lambda trial, guess=guess: trial.act(guess), service.where).reward == 0.0
+
+
+def test_services_share_the_tasks(bench: ModuleType, tmp_path: Path) -> None:
+    args = argparse.Namespace(tasks=7, held_out=5, concurrency=8, services=3, pretend=True, weaker=False)
+    parts = [bench.Tables(tmp_path, args, 0, part) for part in range(3)]
+    assert [part.name for part in parts] == ["tables.0", "tables.1", "tables.2"]
+    assert [part.concurrency for part in parts] == [3, 3, 3]
+    for of, count in (("held", 5), ("tasks", 7)):
+        names = [task.name for part in parts for task in getattr(part, of)]
+        assert len(names) == len(set(names)) == count
+
+
+def test_intervals_are_wilson_s(bench: ModuleType) -> None:
+    assert bench.interval(0.5, 10) == pytest.approx((0.2366, 0.7634), abs=1e-4)
+    assert bench.interval(0.0, 8) == pytest.approx((0.0, 1.96**2 / (8 + 1.96**2)), abs=1e-9)
 
 
 def test_hasty_scripts_guess(bench: ModuleType) -> None:
