@@ -181,6 +181,23 @@ def test_tool_choice(choice: dict[str, Any], kind: str | None, calls: int | None
     assert (constraint and constraint.max_calls) == calls
 
 
+def test_a_form_is_asked_for() -> None:
+    client, backend = client_of("</think>{}<|user|>")
+    schema = {"type": "object", "properties": {"a": {"type": "integer"}}}
+    config = {"effort": "low", "format": {"type": "json_schema", "schema": schema}}
+    told = client.post("/v1/messages", json=ask(output_config=config)).json()
+    assert told["content"] == [{"type": "text", "text": "{}"}]
+    constraint = backend.seen[-1].params.constraint
+    assert constraint is not None
+    assert (constraint.kind, json.loads(constraint.text), constraint.where) == (
+        "json_schema",
+        schema,
+        "output_config.format.schema",
+    )
+    client.post("/v1/messages", json=ask(output_config={"effort": "high"}))
+    assert backend.seen[-1].params.constraint is None
+
+
 @pytest.mark.parametrize(
     ("body", "word"),
     [
@@ -199,6 +216,16 @@ def test_tool_choice(choice: dict[str, Any], kind: str | None, calls: int | None
         ({"tool_choice": {"type": "any"}}, "tool_choice"),
         ({"system": [{"type": "text"}]}, "system[0].text"),
         ({"stop_sequences": [""]}, "stop"),
+        ({"messages": [*HI, {"role": "assistant", "content": "It is ("}]}, "End with a user's message"),
+        ({"output_config": {"format": {"type": "json_object"}}}, "output_config.format.type"),
+        (
+            {
+                "output_config": {"format": {"type": "json_schema", "schema": {}}},
+                "tools": [TOOL],
+                "tool_choice": {"type": "any"},
+            },
+            "(output_config.format.schema, tool_choice)",
+        ),
     ],
 )
 def test_wrong_requests_are_400_in_their_shape(body: dict[str, Any], word: str) -> None:

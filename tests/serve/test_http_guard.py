@@ -10,7 +10,6 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +23,7 @@ from glm5.text.tokenizer import Tokenizer
 from glm5.utils.errors import UserError
 from support.scripted import Scripted, chat_tokenizer
 from support.serving import HI, events, served
+from support.waiting import until
 
 CHAT = "/v1/chat/completions"
 
@@ -31,13 +31,6 @@ CHAT = "/v1/chat/completions"
 def client_of(options: HttpOptions | None = None, **more: Any) -> tuple[TestClient, Scripted]:
     backend = Scripted(**more)
     return TestClient(create_app(backend, options)), backend
-
-
-def until(condition: Callable[[], object]) -> None:
-    deadline = time.monotonic() + 20
-    while not condition():
-        assert time.monotonic() < deadline, "it did not happen"
-        time.sleep(0.005)
 
 
 # ------------------------------------------------------------------------------------------------------------ keys
@@ -92,6 +85,17 @@ def test_pages_of_other_origins_may_change_nothing(host: str, origin: str, key: 
     headers = {"Host": host, "Origin": origin, "x-api-key": key or ""}
     assert client.post("/pause_generation", headers=headers).status_code == status
     assert backend.paused == (status == 200)
+
+
+@pytest.mark.parametrize(
+    ("site", "status"), [("cross-site", 403), ("same-site", 403), ("same-origin", 200), ("none", 200), (None, 200)]
+)
+def test_an_image_of_another_page_flushes_no_cache(site: str | None, status: int) -> None:
+    """A browser says no origin where it only gets something."""
+    client, _ = client_of()
+    headers = {} if site is None else {"Sec-Fetch-Site": site}
+    assert client.get("/flush_cache", headers=headers).status_code == status
+    assert client.get("/health", headers=headers).status_code == 200
 
 
 def test_pages_of_origins_that_are_allowed() -> None:

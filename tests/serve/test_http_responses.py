@@ -154,6 +154,7 @@ def test_form_effort_and_choice_reach_the_engine() -> None:
         ({"input": "x", "tools": [{"type": "web_search"}]}, 400),
         ({"input": "x", "background": True}, 400),
         ({"input": "x", "n": 2}, 400),
+        ({"input": "x", "include": ["message.output_text.logprobs"]}, 400),
         ({"input": "x", "previous_response_id": "resp_0"}, 404),
         ({"input": "x", "model": "other"}, 404),
     ],

@@ -46,8 +46,8 @@ def alternatives(schema: object, root: Mapping[str, Any], most: int) -> list[obj
                 seen.add(one["$ref"])
                 left.append(_at(root, one["$ref"]))
             continue
-        closed = not isinstance(one, Mapping) or "enum" in one or "const" in one
-        branches = None if closed else one.get("anyOf") or one.get("oneOf")
+        open_ = one if isinstance(one, Mapping) and "enum" not in one and "const" not in one else {}
+        branches = open_.get("anyOf") or open_.get("oneOf")
         if isinstance(branches, list | tuple) and branches:
             left += reversed(branches)
         else:

@@ -20,6 +20,7 @@ from glm5.serve.http.bodies import Body, Name, Strict, stops
 from glm5.serve.http.conversation import Conversation, Reply, Thinking, ToolChoice, follow, prepare, replies_to
 from glm5.serve.http.errors import AnthropicErrorAnswer, ApiError, Json
 from glm5.serve.http.server import STREAMED, Events, EventStream, Server, event, new_id, prepared, unless_gone
+from glm5.serve.request import Constraint
 from glm5.text.events import CallArguments, CallEnd, CallStart, Content, Event, Reasoning, fold
 from glm5.text.messages import Message, Tool, ToolCall, messages_from_openai, tools_from_openai
 
@@ -41,11 +42,26 @@ class Choice(Body):
     disable_parallel_tool_use: bool | None = None
 
 
+class OutputFormat(Body):
+    """Anthropic's `output_config.format`."""
+
+    type: Literal["json_schema"]
+    schema_: dict[str, Any] = Field(alias="schema")
+
+
+class OutputConfig(Body):
+    """Anthropic's `output_config`. The model knows no effort."""
+
+    effort: Name | None = None
+    format: OutputFormat | None = None
+
+
 class CountBody(Strict):
     """The body of `/v1/messages/count_tokens`."""
 
     WITHOUT_EFFECT = frozenset(
-        "metadata service_tier cache_control context_management output_config inference_geo speed container".split()
+        "metadata service_tier cache_control context_management inference_geo speed container user_profile_id "
+        "workspace_id".split()
     )
 
     model: Name | None = None
@@ -54,6 +70,7 @@ class CountBody(Strict):
     tools: list[dict[str, Any]] | None = None
     tool_choice: Choice | None = None
     thinking: ThinkingConfig | None = None
+    output_config: OutputConfig | None = None
 
     def conversation(self, server: Server, sampling: dict[str, Any], max_tokens: int | None) -> Conversation:
         """What to ask the backend."""
@@ -62,14 +79,20 @@ class CountBody(Strict):
             raise ApiError(400, "tool_choice.name is missing", param="tool_choice.name")
         modes = {"auto": "auto", "any": "required", "tool": "named", "none": "none"}
         thinking = self.thinking or ThinkingConfig(type="disabled")
+        messages = messages_of(self.messages)
+        if messages and messages[-1].role == "assistant":  # which Anthropic takes for the beginning of the answer
+            raise ApiError(400, "messages: the last one is an assistant's. End with a user's message", param="messages")
+        form = self.output_config.format if self.output_config else None
+        at = "output_config.format.schema"
         return prepare(
             server,
-            [*_system(self.system), *messages_of(self.messages)],
+            [*_system(self.system), *messages],
             _tools(self.tools),
             sampling=sampling,
             choice=ToolChoice(modes[choice.type], choice.name or ""),
             parallel=choice.disable_parallel_tool_use is not True,
             thinking=Thinking(thinking.type != "disabled", budget=thinking.budget_tokens),
+            constraints=[Constraint("json_schema", json.dumps(form.schema_), where=at)] if form else (),
             max_tokens=max_tokens,
             clamp=True,
         )

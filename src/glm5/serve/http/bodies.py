@@ -45,8 +45,8 @@ class Strict(Body):
 
 # OpenAI's fields about accounts, caches and hints, and what other engines' clients add.
 OPENAI_WITHOUT_EFFECT = frozenset(
-    "user store metadata service_tier safety_identifier prompt_cache_key prompt_cache_retention prediction verbosity "
-    "modalities session_id routed_dp_rank separate_reasoning stream_reasoning skip_special_tokens "
+    "user store metadata service_tier safety_identifier prompt_cache_key prompt_cache_options prompt_cache_retention "
+    "prediction verbosity modalities session_id routed_dp_rank separate_reasoning stream_reasoning skip_special_tokens "
     "spaces_between_special_tokens".split()
 )
 

@@ -18,6 +18,8 @@ from glm5.serve.http.errors import ApiError, response_of
 
 # Answer without a key: they tell only whether the server lives, and how busy it is.
 OPEN_PATHS = frozenset({"/", "/health", "/health_generate", "/ping", "/metrics"})
+# Change something although they may be asked for by GET, as a page does for an image: browsers then say no origin.
+CHANGING_PATHS = frozenset({"/flush_cache"})
 
 
 class Guard:
@@ -50,7 +52,7 @@ class Guard:
         try:
             headers = Headers(scope=scope)
             self._check_key(scope["path"], headers)
-            self._check_origin(scope["method"], headers)
+            self._check_origin(scope["method"], scope["path"], headers)
             receive = await self._with_body(headers, receive)
         except ApiError as error:
             await response_of(error, scope["path"])(scope, receive, send)
@@ -65,8 +67,10 @@ class Guard:
         if not hmac.compare_digest(_digest(given.encode("latin-1", "replace")), self._key):
             raise ApiError(401, "the API key is missing or wrong. Send it as a bearer token", code="invalid_api_key")
 
-    def _check_origin(self, method: str, headers: Headers) -> None:
+    def _check_origin(self, method: str, path: str, headers: Headers) -> None:
         origin = headers.get("origin")
+        if path in CHANGING_PATHS and headers.get("sec-fetch-site") in ("cross-site", "same-site") and origin is None:
+            raise ApiError(403, "pages of other origins may not call this server")
         if origin is None or method in ("GET", "HEAD", "OPTIONS") or origin in self.origins:
             return
         if not self._is_own(origin, headers.get("host", "")):

@@ -76,7 +76,7 @@ class ResponsesBody(SamplingFields, Strict):
     """The body of `/v1/responses`."""
 
     WITHOUT_EFFECT = OPENAI_WITHOUT_EFFECT - {"store", "metadata"} | frozenset(
-        "include truncation max_tool_calls stream_options client_metadata".split()
+        "truncation max_tool_calls stream_options client_metadata".split()
     )
 
     model: Name | None = None
@@ -93,6 +93,7 @@ class ResponsesBody(SamplingFields, Strict):
     store: bool | None = None
     background: bool | None = None
     metadata: dict[str, Any] | None = None
+    include: list[Name] | None = None
 
     def items(self) -> list[Item]:
         """The input as items."""
@@ -108,6 +109,8 @@ class ResponsesBody(SamplingFields, Strict):
             raise ApiError(400, "background: true is not offered. Leave it out", param="background")
         if self.n not in (None, 1):
             raise ApiError(400, "n: a response has one answer. Leave it out", param="n")
+        if "message.output_text.logprobs" in (self.include or ()):  # the rest is of tools and thinking of others
+            raise ApiError(400, "include: no log-probabilities here. Ask /v1/chat/completions", param="include")
         messages = [{"role": "system", "content": self.instructions}] if self.instructions else []
         given = self.text.format if self.text else None
         form = None
