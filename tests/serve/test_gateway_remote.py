@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
@@ -146,6 +147,23 @@ def test_versions_and_what_an_engine_must_tell() -> None:
         deltas_of(Request([1], SamplingParams(logprobs=0, kept_set=True)), {"meta_info": meta}, engine)
     with pytest.raises(Unavailable, match="2 ids"):
         deltas_of(request, {"output_ids": [5, 6], "meta_info": {**meta, "output_token_logprobs": []}}, engine)
+    pairs = meta["output_token_logprobs"]
+    cut = {"top_p_token_ids": [5, 9, 6, 7], "top_p_token_offsets": [0, 2, 3, 4], "top_p_logprobs": [0.0] * 3}
+    kept = Request([1], SamplingParams(logprobs=0, kept_set=True))
+    told = [one.kept for delta in deltas_of(kept, {"meta_info": {**meta, **cut}}, engine) for one in delta.info]
+    assert told == [(5, 9), (6,), (7,)]
+    for asked, wrong, said in (
+        (request, {"output_token_logprobs": [*pairs[:2], [-3.0, T.vocab_size, None]]}, "which is no id"),
+        (request, {"output_token_logprobs": [[-1.0, -1, None], *pairs[1:]]}, "drew -1, which is no id"),
+        (request, {"output_token_logprobs": [[None, 5, None], *pairs[1:]]}, "None is no log-probability"),
+        (request, {"output_token_logprobs": [[math.nan, 5, None], *pairs[1:]]}, "nan is no log-probability"),
+        (request, {"output_token_logprobs": [[-math.inf, 5, None], *pairs[1:]]}, "-inf is no log-probability"),
+        (request, {"weight_versions": ["1", "2"]}, "2 versions of 3 ids"),
+        (request, {"weight_versions": ["1", "1", "2", "2"]}, "4 versions of 3 ids"),
+        (kept, {**cut, "top_p_token_ids": [8, 9, 6, 7]}, "drew 5, which is not among"),
+    ):
+        with pytest.raises(Unavailable, match=said):
+            deltas_of(asked, {"meta_info": {**meta, **wrong}}, engine)
     for params in (SamplingParams(n=2), SamplingParams(constraint=Constraint("tools", "[]"))):
         with pytest.raises(UserError):
             body_of(Request([1], params))

@@ -9,6 +9,7 @@ of an answer have the version that it tells. Read next: `pool`.
 from __future__ import annotations
 
 import asyncio
+import math
 from collections.abc import Sequence
 from dataclasses import asdict
 from functools import partial
@@ -277,6 +278,7 @@ def deltas_of(request: Request, told: dict[str, Any], engine: HttpEngine) -> lis
     versions = meta.get("weight_versions") or [oldest] * len(ids)
     tops = meta.get("output_top_logprobs") or [()] * len(ids)
     kept = _kept(meta, engine) if p.kept_set else [(None, 0.0)] * len(ids)
+    _check(engine, ids, [pair[0] for pair in pairs], versions, [one for one, _ in kept])
     info = [
         TokenInfo(pair[0], tuple((id, value) for value, id, *_ in top), *of)
         for pair, top, of in zip(pairs, tops, kept, strict=bool(pairs))
@@ -299,6 +301,25 @@ def deltas_of(request: Request, told: dict[str, Any], engine: HttpEngine) -> lis
         )
         for run in runs
     ]
+
+
+def _check(
+    engine: HttpEngine,
+    ids: Sequence[Any],
+    logprobs: Sequence[Any],
+    versions: Sequence[Any],
+    kept: Sequence[Sequence[int] | None],
+) -> None:
+    """Refuse what cannot be: it would end a learner, again whenever that begins anew, or teach it something wrong."""
+    said = f"engine {engine.url}"
+    if wrong := [id for id in ids if not isinstance(id, int) or not 0 <= id < engine.vocab_size]:
+        raise Unavailable(f"{said} drew {wrong[0]!r}, which is no id of the {engine.vocab_size:,} that are")
+    if odd := [one for one in logprobs if not isinstance(one, float | int) or not -math.inf < one <= 1e-3]:
+        raise Unavailable(f"{said}: {odd[0]!r} is no log-probability")
+    if len(versions) != len(ids):
+        raise Unavailable(f"{said}: {len(versions)} versions of {len(ids)} ids")
+    if out := [id for id, one in zip(ids, kept, strict=True) if one is not None and id not in one]:
+        raise Unavailable(f"{said} drew {out[0]}, which is not among those that truncation kept")
 
 
 def _kept(meta: dict[str, Any], engine: HttpEngine) -> list[tuple[tuple[int, ...] | None, float]]:
