@@ -25,11 +25,12 @@ from glm5.serve.config import EngineConfig
 from glm5.serve.engine import Engine
 from glm5.serve.llm import Answer
 from glm5.serve.prefix import page_keys
-from glm5.serve.request import Delta, Request, SamplingParams
+from glm5.serve.request import Delta, Finish, Request, SamplingParams
 from glm5.serve.transfer import Load
 from glm5.utils.errors import CheckpointError, ConfigError, UserError
 from support.cluster import cluster, play
 from support.drafting import agreeable
+from support.engines import answered, drained
 from support.golden import load_reference
 from support.tiny import tiny_config, tiny_model
 
@@ -71,20 +72,13 @@ def expected(model: GLM5, prompts: list[list[int]]) -> list[Expected]:
 
 def run(engine: Engine, prompts: list[list[int]], params: SamplingParams = GREEDY) -> list[Answer]:
     """First answers, in order."""
-    requests = [Request(ids, params) for ids in prompts]
-    for request in requests:
-        engine.add(request)
-    return drain(engine, requests)
+    return answered(engine, [Request(ids, params) for ids in prompts])
 
 
 def drain(engine: Engine, requests: list[Request]) -> list[Answer]:
-    answers = {request.rid: Answer() for request in requests}
-    while engine.has_work:
-        for delta in engine.step() if not engine.overlap else engine.advance(lambda: None):
-            if delta.rid in answers and delta.index == 0:
-                answers[delta.rid].add(delta)
-        engine.scheduler.check()
-    return [answers[request.rid] for request in requests]
+    """First answers of requests that are there already."""
+    found = drained(engine)
+    return [found[request.rid, 0] for request in requests]
 
 
 def same(found: list[Answer], expected: list[Expected]) -> None:
@@ -295,11 +289,7 @@ def test_answers_have_the_probabilities_that_the_model_gives(drafts: int, model:
     counts: Counter[tuple[int, ...]] = Counter()
     for seed in range(8):
         engine.add(Request(prompt, replace(params, seed=seed)))
-        answers = [Answer() for _ in range(128)]
-        while engine.has_work:
-            for delta in engine.step():
-                answers[delta.index].add(delta)
-        counts.update(tuple(a.ids) for a in answers)
+        counts.update(tuple(answer.ids) for answer in drained(engine).values())
     chances: dict[tuple[int, ...], float] = {(): 1.0}
     for _ in range(3):
         grown = {}
@@ -326,12 +316,8 @@ def test_several_answers_share_a_prompt(model: GLM5, prompts: list[list[int]]) -
         engine = Engine(model, replace(SMALL, drafts=drafts))
         request = Request(prompts[-2], params)
         engine.add(request)
-        answers = [Answer() for _ in range(4)]
-        while engine.has_work:
-            for delta in engine.step():
-                answers[delta.index].add(delta)
-            engine.scheduler.check()
-        texts = [tuple(a.ids) for a in answers]
+        found = drained(engine)
+        texts = [tuple(found[request.rid, i].ids) for i in range(4)]
         assert len(set(texts)) == 4
         if drafts == 0:
             plain = texts
@@ -530,10 +516,7 @@ def test_routed_experts(drafts: int, way: str, model: GLM5, prompts: list[list[i
         answers = run(engine, prompts, params)
         several = Request(prompts[-2], replace(params, temperature=0.9, n=2, seed=4))
         engine.add(several)
-        two = [Answer(), Answer()]
-        while engine.has_work:
-            for delta in engine.step():
-                two[delta.index].add(delta)
+        two = list(drained(engine).values())
         texts = [prompts[-2], prompts[-2]]
     else:
         requests = [Request(ids, params) for ids in prompts]
@@ -683,11 +666,24 @@ def test_stop_ids_of_the_model_and_the_request(model: GLM5, prompts: list[list[i
         assert (answer.finish.type, answer.finish.matched) == ("stop", third)
 
 
+def test_texts_are_as_long_as_pages_allow(model: GLM5, caplog: pytest.LogCaptureFixture) -> None:
+    """What has no limit of its own ends there, and nobody is promised more."""
+    engine = Engine(model, replace(SMALL, pages=2))
+    assert engine.context == engine.info()["context"] == 129
+    assert "texts may have 129 tokens, not 256" in caplog.text
+    (answer,) = run(engine, [[7] * 100], replace(GREEDY, max_new_tokens=None))
+    assert len(answer.ids) == 29
+    assert answer.finish == Finish("length")
+    with pytest.raises(UserError, match="no room in a context of 129"):
+        engine.add(Request([7] * 129, GREEDY))
+
+
 @pytest.mark.parametrize(
     ("changes", "field"),
     [
         (dict(context=2000), "context"),
         (dict(memory_gib=0.0, pages=0), "memory_gib"),
+        (dict(pages=-1), "pages=-1"),
         (dict(max_running=0), "max_running"),
         (dict(max_running=0, pages=0), "max_running"),
     ],

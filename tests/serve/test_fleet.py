@@ -29,6 +29,7 @@ from glm5.serve.wire import Wire, WireClosed, as_type, connect, listen
 from glm5.utils.errors import UserError
 from support.cluster import KEY, SMALL, Worker, cluster, play
 from support.drafting import agreeable
+from support.engines import drained
 from support.scripted import chat_tokenizer
 
 LENGTHS = (1, 2, 24, 64, 65, 66, 127, 129, 130, 200, 255)
@@ -158,11 +159,10 @@ def test_whatever_is_asked_is_answered_as_by_one_engine(model: GLM5, tmp_path: P
         async with cluster(model, tmp_path, "pd", config) as c:
             for i, params in enumerate(asked):
                 ids = [6 + (7 * j + i) % 300 for j in range(100 + i)]
-                alone, engine = [Answer() for _ in range(params.n)], Engine(model, config, chat_tokenizer())
-                engine.add(Request(ids, params))
-                while engine.has_work:
-                    for delta in engine.step():
-                        alone[delta.index].add(delta)
+                engine, request = Engine(model, config, chat_tokenizer()), Request(ids, params)
+                engine.add(request)
+                found = drained(engine)
+                alone = [found[request.rid, index] for index in range(params.n)]
                 for mine, theirs in zip(await c.answer(Request(ids, params)), alone, strict=True):
                     told = [(one.ids, one.finish, one.trim, one.routed) for one in (mine, theirs)]
                     assert told[0] == told[1]
@@ -587,6 +587,26 @@ def test_a_worker_with_other_weights_waits_for_an_update(
             asked = [Request([7 + i] * 80, GREEDY) for i in range(6)]
             assert [a.weight_version for a in await c.all(asked)] == ["2"] * 6
             assert late.engine.tree.queries
+
+    play(test)
+
+
+def test_the_smallest_worker_says_how_long_texts_may_be(
+    model: GLM5, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    async def test() -> None:
+        async with cluster(model, tmp_path, "pd") as c:
+            assert c.fleet.context == SMALL.context
+            small = Worker(model, replace(SMALL, pages=2), "decode", "small", tmp_path, False)
+            assert "texts may have 129 tokens, not 300" in caplog.text
+            c.workers.append(small)
+            await small.start()
+            while len(c.fleet.decode) < 2:
+                await asyncio.sleep(0.005)
+            assert "small takes texts of 129 tokens, the others of 300" in caplog.text
+            assert c.fleet.context == 129
+            for worker in c.decode:
+                assert worker.engine.context >= c.fleet.context
 
     play(test)
 
