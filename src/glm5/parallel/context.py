@@ -153,8 +153,9 @@ class ContextRows(SharedRows):
 
     def attend(self, q_BTHX: Tensor, k_BTGX: Tensor, v_BTGV: Tensor, scale: float) -> Tensor:
         """As `SharedRows`."""
-        here = q_BTHX.shape[1]
-        shares = [F.pad(x, (0, 0, 0, 0, 0, self._share - here)) for x in (q_BTHX, k_BTGX, v_BTGV)]
+        here, shares = q_BTHX.shape[1], [q_BTHX, k_BTGX, v_BTGV]
+        if here < self._share:
+            shares = [F.pad(x, (0, 0, 0, 0, 0, self._share - here)) for x in shares]
         exchange = None if self._ways is None else HeadExchange(self._ways)
         of_heads = shares if exchange is None else exchange.to_heads(*shares)
         q, k, v = (x.index_select(1, self._found_S) for x in of_heads)
