@@ -22,7 +22,7 @@ class EngineConfig:
     """What pages hold: auto is the model's dtype; fp8_e4m3 takes little more than half of bfloat16's bytes, with a
     scale for every row, and is not exact."""
     context: int = 0
-    """Tokens of prompt and answer together; 0 is the model's maximum."""
+    """Tokens of prompt and answer together; 0 is the model's maximum. Where the pages hold fewer, that counts."""
     drafts: int = 0
     """Ids that the MTP block drafts per step, which changes no answer; 0 decodes plainly."""
     max_running: int = 64

@@ -16,6 +16,7 @@ server's. Source: report section 3 (the engine of the rollouts). Read next: `sch
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import asdict, dataclass
@@ -42,6 +43,8 @@ from glm5.serve.transfer import PageBytes
 from glm5.serve.weights import WeightSource, no_memory
 from glm5.text.tokenizer import Tokenizer
 from glm5.utils.errors import ConfigError, UserError
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -115,6 +118,11 @@ class Engine:
         sizes = dict(context=self.context, page_size=PAGE_SIZE)
         self.executor = Executor(model, config, self._sampler, new_pages=made[0], new_graphs=made[1], **sizes)
         self.cache, self._drafter = self.executor.cache, self.executor.drafter
+        most = self.executor.pages * PAGE_SIZE + 1  # the last id of an answer has no entry
+        if most < self.context:
+            told = "texts may have %d tokens, not %d: so many fit into %d pages (memory_gib, pages)"
+            log.warning(told, most, self.context, self.executor.pages)
+            self.context = most
         self.pool = PagePool(self.executor.pages, config.host_pages, page_size=PAGE_SIZE)
         self.tree = PrefixTree(self.pool, policy=config.eviction, version=self.weight_version)
         self.scheduler = Scheduler(

@@ -70,14 +70,18 @@ class Fleet:
             UserError: it serves another model than those that are here.
         """
         hello, others = worker.hello, [*self.prefill, *self.decode]
-        if others and (hello.context, hello.vocab_size) != (self.context, self.vocab_size):
-            raise UserError(f"worker {hello.name}: another model or context", "Start all workers alike")
+        if others and hello.vocab_size != self.vocab_size:
+            raise UserError(f"worker {hello.name}: another model", "Start all workers with the same one")
+        if others and hello.context != self.context:
+            told = "%s takes texts of %d tokens, the others of %d: the smaller counts for all"
+            log.warning(told, hello.name, hello.context, self.context)
         if not self._ready(others):  # whoever comes to nobody says what runs
             self._version = hello.weight_version
         elif hello.weight_version != self.weight_version:
             log.warning("%s has weights %s, not %s: update them", hello.name, hello.weight_version, self.weight_version)
             self._stale.add(worker)
-        self.context, self.vocab_size = hello.context, hello.vocab_size
+        self.context = min(hello.context, self.context) if others else hello.context
+        self.vocab_size = hello.vocab_size
         (self.prefill if hello.role == "prefill" else self.decode).append(worker)
 
     # ------------------------------------------------------------------------------------------ what it is
@@ -147,7 +151,7 @@ class Fleet:
     async def generate(self, request: Request) -> Answers:
         """As `Backend.generate`."""
         if request.rid in self._alive:
-            raise UserError(f"rid={request.rid!r} is in use by a running request", "choose another, or leave it out")
+            raise UserError(f"rid={request.rid!r} is in use by a running request", "Choose another, or leave it out")
         one = self._alive[request.rid] = _Open(request, self.weight_version, self._forget)
         try:
             await self._check(request)
