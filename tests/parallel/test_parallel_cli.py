@@ -195,6 +195,11 @@ def test_other_code_on_a_rank_is_refused(tmp_path: Path) -> None:
         ("dp=2,xp=3", "unknown axis 'xp'"),
         ("tp=3", "mesh.tp=3: must divide num_attention_heads=4"),
         ("dp=3", "batch.initial=4: must be a multiple of dp=3"),
+        ("pp=2 --pipeline.schedule 2f2b", "invalid choice '2f2b' for argument '--pipeline.schedule'"),
+        ("pp=2 --pipeline.recompute experts", "invalid choice 'experts' for argument '--pipeline.recompute'"),
+        ("pp=2 --pipeline.layout E|H", "pipeline.layout='E|H': part 2 is H, and the model's is D"),
+        ("pp=2 --pipeline.schedule interleaved --pipeline.stages-per-rank 9", "pipeline stages=18: "),
+        ("pp=2 --pipeline.reduce-every -1", "pipeline.reduce_every=-1: must be at least 0"),
     ],
 )
 def test_meshes_that_do_not_fit_are_refused(
@@ -203,5 +208,9 @@ def test_meshes_that_do_not_fit_are_refused(
     corpus = tmp_path / "corpus"
     corpus.mkdir()
     (corpus / "a.md").write_text("a " * 2000)
-    assert main(["pretrain", *OPTIONS, "--corpus", str(corpus), "--mesh", mesh, "--run", str(tmp_path / "run")]) == 2
+    assert (
+        main(["pretrain", *OPTIONS, "--corpus", str(corpus), "--run", str(tmp_path / "run"), "--mesh", *mesh.split()])
+        == 2
+    )
     assert said in capfd.readouterr().err
+    assert not (tmp_path / "run").exists()

@@ -87,7 +87,9 @@ class PretrainConfig(MeshConfig, TextConfig):
         # `check_stage` says these too, but only once the corpus is tokenized.
         if self.train.mtp_depths and not self.model.num_nextn_predict_layers:
             raise ConfigError("train.mtp_depths", self.train.mtp_depths, "this model has no MTP block: give 0")
-        Mesh.parse(self.mesh).check_model(self.model)
+        mesh = Mesh.parse(self.mesh)
+        mesh.check_model(self.model)
+        self.check_stages(self.model, mesh)
         self.check_stage_batch("train", self.train)
         longest = self.model.max_position_embeddings
         if self.seq_len > longest:

@@ -23,6 +23,8 @@ from glm5.data.loader import Batch
 from glm5.kernels.cross_entropy import LinearCrossEntropy, LinearLogprobs, linear_cross_entropy, linear_logprobs
 from glm5.model.glm5 import GLM5
 from glm5.parallel.mesh import Mesh, ParallelError, World
+from glm5.parallel.pipeline.recompute import Part
+from glm5.parallel.pipeline.schedule import Name as ScheduleName
 from glm5.train.checkpoint import CheckpointStore
 from glm5.train.config import TrainConfig
 from glm5.train.rows import Rows
@@ -49,8 +51,8 @@ class Head(NamedTuple):
 class PipelineOptions:
     """How a model's stages run, where the mesh has pipeline ranks, and what runs again. The result stays the same."""
 
-    schedule: str = "1f1b"
-    """1f1b, interleaved, zero-bubble, zbv or dualpipev."""
+    schedule: ScheduleName = "1f1b"
+    """In which order a rank runs its stages' micro-batches."""
     layout: str = ""
     """Stages as text, like "E D M*2 | M*3 N P | H"; by default balanced by counted work."""
     stages_per_rank: int = 1
@@ -59,9 +61,13 @@ class PipelineOptions:
     """Pipeline ZeRO-2: reduce gradients into shards after so many micro-batches; 0 is after the last."""
     offload: Literal["never", "warmup", "far"] = "never"
     """Which micro-batches' activations wait in host memory."""
-    recompute: tuple[str, ...] = ()
-    """What runs again in the backward pass, in place of being kept: attention, feed-forward, layer. Also on one device
-    and on meshes without stages."""
+    recompute: tuple[Part, ...] = ()
+    """What runs again in the backward pass, in place of being kept. Also on one device and on meshes without stages."""
+
+    def __post_init__(self) -> None:
+        for name, least in (("stages_per_rank", 1), ("reduce_every", 0)):
+            if getattr(self, name) < least:
+                raise ConfigError(name, getattr(self, name), f"must be at least {least}")
 
 
 def check_batch(config: TrainConfig, mesh: Mesh) -> None:

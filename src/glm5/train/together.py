@@ -19,6 +19,7 @@ from glm5.model.config import ModelConfig
 from glm5.model.glm5 import GLM5
 from glm5.model.weights import load_model
 from glm5.parallel.mesh import Mesh, ParallelError, World, launched, open_world
+from glm5.parallel.pipeline.engine import laid_out
 from glm5.parallel.watch import check_alike, watched
 from glm5.text.tokenizer import Tokenizer
 from glm5.train.config import TrainConfig
@@ -84,6 +85,16 @@ class MeshConfig(ProcessConfig):
         if self.prefetch < 0:
             raise ConfigError("prefetch", self.prefetch, "must be at least 0")
 
+    def check_stages(self, model: ModelConfig, mesh: Mesh) -> None:
+        """Whether a model can be laid out in the pipeline of a mesh, if it has one.
+
+        Raises:
+            ConfigError: it cannot.
+        """
+        if mesh.pp > 1:
+            how = self.pipeline
+            laid_out(model, mesh.pp, how.layout, how.schedule, how.stages_per_rank)
+
     def check_stage_batch(self, name: str, stage: TrainConfig) -> None:
         """Whether the mesh can deal out the batches of the stage in field `name`.
 
@@ -118,7 +129,7 @@ def together(config: ProcessConfig, run: Path, model: ModelConfig) -> Iterator[W
         run: the run's directory, where ranks watch each other. model: that they are to divide.
 
     Raises:
-        ConfigError: the mesh needs another number of them, or cannot divide the model.
+        ConfigError: the mesh needs another number of them, or cannot divide the model; so for a pipeline's stages.
         ParallelError: they did not find each other, or don't run the same.
     """
     before = torch.are_deterministic_algorithms_enabled()
@@ -131,6 +142,8 @@ def together(config: ProcessConfig, run: Path, model: ModelConfig) -> Iterator[W
             yield None
             return
         mesh.check_model(model)
+        if isinstance(config, MeshConfig):
+            config.check_stages(model, mesh)
         with open_world(mesh, config.device.partition(":")[0]) as world:
             check_alike(world, to_dict(config))
             with watched(world, run / "ranks", config.hang_seconds):

@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
+from glm5.model.config import ModelConfig
 from glm5.model.glm5 import GLM5
 from glm5.parallel.compat import LeanStage, Runtime, hold_gradients, lower, reduce_gradients, settle_gradients
 from glm5.parallel.mesh import ParallelError, World
@@ -70,6 +71,25 @@ def build(
     return Pipeline(model, world, layout, schedule, stages_per_rank, memory, wrap)
 
 
+def laid_out(
+    config: ModelConfig, ranks: int, layout: str | PipelineLayout, name: str, stages_per_rank: int
+) -> PipelineLayout:
+    """The stages of a model on so many pipeline ranks; the arguments are those of `build`.
+
+    Raises:
+        ConfigError: layout, schedule, model and ranks do not fit together.
+    """
+    if layout == "":
+        count = ranks * (schedule(name).stages or stages_per_rank)
+        layout = PipelineLayout.balanced(config, count, rank_of_stage=rank_of_stage(name, ranks, count))
+    elif isinstance(layout, str):
+        layout = PipelineLayout.parse(layout, config)
+    rank_of_stage(name, ranks, len(layout))
+    if config.tie_word_embeddings and layout.stages[0] is not layout.stages[-1]:
+        raise ConfigError("tie_word_embeddings", True, "a head that is the embedding cannot stand on another stage")
+    return layout
+
+
 @dataclass(frozen=True)
 class Memory:
     """The savings of memory that a pipeline was asked for; see `build`."""
@@ -106,17 +126,10 @@ class Pipeline:
         wrap: Callable[[StageModel], object] | None,
     ) -> None:
         ranks = world.count("pp")
-        if layout == "":
-            count = ranks * (schedule(name).stages or stages_per_rank)
-            layout = PipelineLayout.balanced(model.config, count, rank_of_stage=rank_of_stage(name, ranks, count))
-        elif isinstance(layout, str):
-            layout = PipelineLayout.parse(layout, model.config)
+        layout = laid_out(model.config, ranks, layout, name, stages_per_rank)
         self.layout, self.schedule, self.world, self.memory = layout, name, world, memory
         self.rank_of_stage = rank_of_stage(name, ranks, len(layout))
         self._agree()
-        first, last = layout.stages[0], layout.stages[-1]
-        if model.config.tie_word_embeddings and first is not last:
-            raise ConfigError("tie_word_embeddings", True, "a head that is the embedding cannot stand on another stage")
         own = [i for i, rank in enumerate(self.rank_of_stage) if rank == world.place("pp")]
         self.stages = {i: StageModel(model, layout.stages[i]) for i in own}
         self._weight_gradients: dict[int, WeightGradients] = {}

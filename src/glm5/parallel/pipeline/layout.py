@@ -20,7 +20,7 @@ from glm5.model.config import ModelConfig
 from glm5.utils.errors import ConfigError
 
 Placement = Literal["before", "last"]
-FIELD = "pipeline_layout"
+FIELD = "pipeline.layout"
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from functools import partial
-from typing import Any
+from typing import Any, Literal, get_args
 
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
@@ -21,7 +21,8 @@ from glm5.model.block import Block
 from glm5.model.trace import Aux
 from glm5.utils.errors import ConfigError
 
-PARTS = ("attention", "feed-forward", "layer")
+Part = Literal["attention", "feed-forward", "layer"]
+PARTS: tuple[Part, ...] = get_args(Part)
 
 
 def recompute(model: nn.Module, parts: Iterable[str]) -> None:

@@ -24,7 +24,7 @@ from torch import nn
 from glm5.utils.errors import ConfigError
 
 Name = Literal["1f1b", "interleaved", "zero-bubble", "zbv", "dualpipev"]
-FIELD = "pipeline_schedule"
+FIELD = "pipeline.schedule"
 FULL_BUFFERS = 2  # stages of a rank that hold full gradients at once
 
 

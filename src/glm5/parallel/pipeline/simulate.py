@@ -128,7 +128,7 @@ def bubble(name: str, ranks: int, times: Times) -> float:
         return (ranks - 1) * (t.forward + t.inputs - t.weights)
     if name == "zbv" and t.forward == t.inputs == t.weights:
         return 0.0
-    raise ConfigError("pipeline_schedule", name, "has no closed formula at these times: simulate it")
+    raise ConfigError("pipeline.schedule", name, "has no closed formula at these times: simulate it")
 
 
 def in_flight(name: str, ranks: int, stages_per_rank: int, rank: int) -> int:
@@ -148,7 +148,7 @@ def in_flight(name: str, ranks: int, stages_per_rank: int, rank: int) -> int:
             return ranks * stages_per_rank
         case "dualpipev":
             return ranks * stages_per_rank + 1
-    raise ConfigError("pipeline_schedule", name, "has no closed formula: simulate it")
+    raise ConfigError("pipeline.schedule", name, "has no closed formula: simulate it")
 
 
 @dataclass(frozen=True)
