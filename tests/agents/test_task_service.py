@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable
 from contextlib import suppress
+from dataclasses import replace
 from typing import Any
 
 import httpx
@@ -133,6 +136,67 @@ def test_a_rollout_that_blocks_does_not_outlive_its_service() -> None:
     asyncio.run(main())
     assert ended.wait(60), "its thread waits for an answer that nobody gives"
     assert told == ["the rollout is over"]
+
+
+def test_threads_that_hang_for_good_take_nobody_s_place() -> None:
+    """Three of two places hang; the next one is judged, and one that raises what no future takes ends at once."""
+    free, begun = threading.Event(), threading.Semaphore(0)
+
+    class Hanging(TaskService):
+        name, concurrency = "t", 2
+
+        def rollout(self, asked: Rollout, policy: Policy) -> Result:
+            if asked.index < 3:
+                begun.release()
+                free.wait(300)
+            if asked.index == 4:
+                raise StopIteration
+            return judged(1.0)
+
+    async def main() -> None:
+        hosted = Hosted(Hanging(), policy_of(said("yes"))[0])
+        await hosted.start()
+        given = [replace(ASKED, session=f"s{i}", index=i, time_s=0.05 if i < 3 else 120.0) for i in range(5)]
+        hung = await asyncio.gather(*(hosted.ask(one) for one in given[:3]))
+        assert {result.outcome for result in hung} == {Outcome.TIMEOUT}
+        for _ in hung:
+            assert await asyncio.to_thread(begun.acquire, timeout=60)
+        assert (await hosted.ask(given[3])).outcome is Outcome.OK
+        assert "StopIteration" in (await hosted.ask(given[4])).detail
+        await hosted.stop()
+
+    try:
+        asyncio.run(main())
+    finally:
+        free.set()
+
+
+HANGS = """
+import asyncio, threading, time
+from glm5.agents.service import Hosted, Policy, Result, Rollout, TaskService
+
+class Hanging(TaskService):
+    name = "t"
+
+    def rollout(self, asked: Rollout, policy: Policy) -> Result:
+        print("begun", flush=True)
+        threading.Event().wait()
+
+async def main():
+    hosted = Hosted(Hanging())
+    await hosted.start()
+    asked = Rollout("t-0-0", "t-0", "t", 0, 0, 0, 5, "s", "http://127.0.0.1:9", 0.3)
+    print((await hosted.ask(asked)).outcome, flush=True)
+    await hosted.stop()
+
+asyncio.run(main())
+"""
+
+
+def test_a_process_ends_though_a_rollout_hangs_in_it_for_good() -> None:
+    done = subprocess.run([sys.executable, "-c", HANGS], capture_output=True, text=True, timeout=240, check=False)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout == "begun\ntimeout\n"
 
 
 def test_a_request_that_failed_is_sent_again_under_its_name(monkeypatch: pytest.MonkeyPatch) -> None:

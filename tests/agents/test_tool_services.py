@@ -116,7 +116,7 @@ def test_answers_and_their_verdicts() -> None:
 
 
 def test_without_isolation_a_service_does_not_start(monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse() -> None:
+    def refuse(control_group: bool = True) -> None:
         raise SandboxError("no sandbox: bubblewrap missing", "apt-get install bubblewrap")
 
     monkeypatch.setattr("glm5.agents.services.maths.require", refuse)

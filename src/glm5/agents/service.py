@@ -29,7 +29,7 @@ import threading
 from abc import ABC, abstractmethod
 from collections import OrderedDict
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
-from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
+from concurrent.futures import CancelledError, Future
 from contextlib import asynccontextmanager, suppress
 from typing import Any
 
@@ -186,7 +186,6 @@ class Hosted:
         self.service, self.boot = service, secrets.token_hex(6)
         self._http, self._given = http, http
         self._runs: OrderedDict[str, tuple[Rollout, asyncio.Task[Result]]] = OrderedDict()
-        self._threads = ThreadPoolExecutor(service.concurrency, f"rollout-{service.name}")
         self._blocks = not inspect.iscoroutinefunction(service.rollout)
 
     def offer(self, url: str) -> Offer:
@@ -203,7 +202,6 @@ class Hosted:
     async def stop(self) -> None:
         """End what runs."""
         await ended([run for _, run in self._runs.values()], f"rollouts of {self.service.name}")
-        self._threads.shutdown(wait=False, cancel_futures=True)
         await self.service.stop()
         if self._http is not None and self._given is None:
             await self._http.aclose()
@@ -224,9 +222,7 @@ class Hosted:
         try:
             async with asyncio.timeout(asked.time_s) as limit:
                 if self._blocks:
-                    # A thread cannot be ended: at the time limit its result is dropped, and it asks no more.
-                    loop = asyncio.get_running_loop()
-                    made = await loop.run_in_executor(self._threads, self.service.rollout, asked, policy)
+                    made = await _in_a_thread(lambda: self.service.rollout(asked, policy), asked.session)
                 else:
                     made = self.service.rollout(asked, policy)
                 found = await made if inspect.isawaitable(made) else made
@@ -278,6 +274,34 @@ class Hosted:
             ],
             middleware=[] if key is None else [Middleware(Keyed, key=key)],
         )
+
+
+async def _in_a_thread(work: Callable[[], Any], name: str) -> Any:
+    """Carry out `work` in a thread of its own. A thread cannot be ended: at the time limit its result is dropped, and
+    it asks no more. One that hangs for good takes nobody's place, and does not hold up the end of the process."""
+    loop = asyncio.get_running_loop()
+    done: asyncio.Future[Any] = loop.create_future()
+
+    def settle(result: Any, error: BaseException | None) -> None:
+        if done.done():  # nobody waits any more
+            return
+        if error is None:
+            done.set_result(result)
+        else:  # a future takes no StopIteration
+            done.set_exception(RuntimeError(repr(error)) if isinstance(error, StopIteration) else error)
+
+    def run() -> None:
+        result: Any = None
+        error: BaseException | None = None
+        try:
+            result = work()
+        except BaseException as caught:  # SystemExit, too: it would end this thread alone, without a word
+            error = caught if isinstance(caught, Exception) else RuntimeError(repr(caught))
+        with suppress(RuntimeError):  # the event loop has ended
+            loop.call_soon_threadsafe(settle, result, error)
+
+    threading.Thread(target=run, name=name, daemon=True).start()
+    return await done
 
 
 async def attend(hosted: Hosted, url: str, orchestrator: str, http: httpx.AsyncClient) -> None:
