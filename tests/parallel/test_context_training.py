@@ -56,7 +56,11 @@ def _compare(world: World, directory: str) -> list[str]:
     hosts = context_ways(world)
     if isinstance(hosts, Hierarchy) != (world.mesh.cp > 2):
         wrong.append(f"{hosts} between cp={world.mesh.cp} ranks")
+    # Two heads divide between two ranks, four also between more; then "pretrain" goes by positions as it is.
+    known = "heads" if world.mesh.cp * world.mesh.tp == 2 else "positions"
     for name, options in STEPS.items():
+        if name == known:
+            continue
         *expected, measured = torch.load(f"{directory}/{name}.pt")
         of = make(world, directory, f"{world.mesh}-{name}", **options)
         divided.clear()
