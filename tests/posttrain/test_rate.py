@@ -129,3 +129,4 @@ def test_what_cannot_be_rated_is_said(tmp_path: Path, capsys: pytest.CaptureFixt
     said = capsys.readouterr().out
     assert "weak      a: passes" in said
     assert f"written   {given.out}" in said
+    assert f"--prompts.data {given.out} --prompts.difficulty.weak-at-most" in said

@@ -155,7 +155,8 @@ def _rate(arguments: list[str]) -> int:
         mean = sum(rates) / len(rates)
         print(f"{config.policy:<9} {domain}: passes {mean:.1%}; {never:.0%} of the prompts never, {always:.0%} always")
     print(f"written   {config.out}")
-    print("next      glm5 rl reason CHECKPOINT --prompts.data FILE --prompts.difficulty.weak-at-most 0.5")
+    bound = "weak-at-most 0.5" if config.policy == "weak" else "strong-at-least 0.1"
+    print(f"next      glm5 rl reason CHECKPOINT --prompts.data {config.out} --prompts.difficulty.{bound}")
     return 0
 
 
