@@ -119,6 +119,23 @@ def test_earlier_prompts_are_read_from_the_cache(running: tuple[str, Engine]) ->
         assert 'glm5:prefix_cache_hits_total{model_name="tiny"}' in client.get("/metrics").text
 
 
+def test_the_turn_after_a_call_reads_the_turn_before_from_the_cache(running: tuple[str, Engine]) -> None:
+    """But for the last page, which is not whole."""
+    with httpx.Client(base_url=running[0], timeout=60) as client:
+        assert client.post("/flush_cache").status_code == 200
+        tools = [tool("dim", lvl={"type": "integer", "minimum": 0, "maximum": 9})]
+        asked = {"tools": tools, "chat_template_kwargs": {"enable_thinking": False}, "max_tokens": 60, "seed": 1}
+        named = {"type": "function", "function": {"name": "dim"}}
+        first = client.post("/v1/chat/completions", json={"messages": HI, "tool_choice": named, **asked}).json()
+        message = first["choices"][0]["message"]
+        results = [{"role": "tool", "tool_call_id": c["id"], "content": "done"} for c in message["tool_calls"]]
+        second = client.post("/v1/chat/completions", json={"messages": [*HI, message, *results], **asked}).json()
+        before, cached = first["usage"]["prompt_tokens"], second["usage"]["prompt_tokens_details"]["cached_tokens"]
+        assert first["usage"]["prompt_tokens_details"]["cached_tokens"] == 0
+        assert before > 256
+        assert cached >= before // 64 * 64
+
+
 def test_forms_are_kept(running: tuple[str, Engine]) -> None:
     """A random model can only say what the grammar lets it, so this holds the whole way from the field to the mask."""
     with httpx.Client(base_url=running[0], timeout=60) as client:
