@@ -23,7 +23,7 @@ from glm5.serve.client import Unavailable, WeightGroup, WeightUpdate
 from glm5.serve.engine import Engine
 from glm5.serve.llm import Answer
 from glm5.serve.prefix import page_keys
-from glm5.serve.request import Constraint, PageSource, Request, SamplingParams
+from glm5.serve.request import Constraint, Finish, PageSource, Request, SamplingParams
 from glm5.serve.transfer import PageBytes
 from glm5.serve.wire import Wire, WireClosed, as_type, connect, listen
 from glm5.utils.errors import UserError
@@ -280,6 +280,32 @@ def test_an_abort_frees_both_sides_at_once(
             assert not c.fleet._alive
             again = await c.answer(Request([7] * 250, GREEDY))
             assert again[0].ids == expected(model, [[7] * 250])[0]
+
+    play(test)
+
+
+def test_an_abort_reaches_what_is_still_looked_at(model: GLM5, tmp_path: Path) -> None:
+    async def test() -> None:
+        async with cluster(model, tmp_path, "pd") as c:
+            looking, go_on = threading.Event(), threading.Event()
+            engine = c.decode[0].engine
+
+            def check(request: Request) -> int:
+                looking.set()
+                assert go_on.wait(60)
+                return 0
+
+            engine.check = check  # type: ignore[method-assign]
+            request = Request([7] * 90, GREEDY)
+            asked = asyncio.create_task(c.answer(request))
+            await asyncio.to_thread(looking.wait, 60)
+            await c.fleet.abort(request.rid)
+            go_on.set()
+            (answer,) = await asked
+            assert (answer.ids, answer.finish) == ([], Finish("abort"))
+            assert not c.fleet._alive
+            assert all(worker.engine.tree.queries == 0 for worker in c.workers)
+            assert len((await c.answer(request))[0].ids) == NEW
 
     play(test)
 

@@ -462,6 +462,25 @@ def test_a_constraint_is_compiled_while_others_are_answered(monkeypatch: pytest.
     run(test)
 
 
+@pytest.mark.parametrize("every", [False, True])
+def test_an_abort_reaches_what_is_still_compiled(every: bool) -> None:
+    async def test(runner: Runner, engine: Counting) -> None:
+        engine.aside.clear()
+        asked = [request(n=2, constraint=Constraint("regex", "a")) for _ in range(2)]
+        collecting = [asyncio.create_task(collect(runner, one)) for one in asked]
+        await until(lambda: engine.waits == 2)
+        await runner.abort(None if every else asked[0].rid)
+        engine.aside.set()
+        ended, other = [await one for one in collecting]
+        assert [(delta.index, delta.ids, delta.finish) for delta in ended] == [(i, (), Finish("abort")) for i in (0, 1)]
+        assert ended[0].prompt_tokens == len(asked[0].input_ids)
+        assert (asked[1].rid in engine.requests) == (len(other) == 10) == (not every)
+        assert asked[0].rid not in engine.requests
+        assert len(await collect(runner, asked[0])) == 10  # its name is free
+
+    run(test)
+
+
 def test_groups_are_joined_and_weights_arrive_while_others_are_answered() -> None:
     async def test(runner: Runner, engine: Counting) -> None:
         engine.aside.clear()

@@ -158,7 +158,10 @@ class Fleet:
         except BaseException:
             self._forget(one)
             raise
-        one.task = asyncio.ensure_future(self._drive(one))
+        if one.unwanted:
+            one.end(Finish("abort"))
+        else:
+            one.task = asyncio.ensure_future(self._drive(one))
         return Answers(one.inbox, request.params.n, one.leave)
 
     async def _check(self, request: Request) -> None:
@@ -383,6 +386,7 @@ class _Open:
         self.inbox: asyncio.Queue[Delta] = asyncio.Queue()
         self.task: asyncio.Task[None] | None = None
         self.entered = self.begun = self.told = False
+        self.unwanted = False  # before it was begun
         self.cached = 0  # prompt tokens that the prefill worker knew
         blank = Delta(request.rid, 0, (), prompt_tokens=len(request.input_ids), weight_version=version)
         self._last = {i: replace(blank, index=i) for i in range(request.params.n)}
@@ -391,6 +395,7 @@ class _Open:
         """Nobody wants more of it."""
         if unfinished and self.task is not None:
             self.task.cancel()
+        self.unwanted = unfinished
 
     def tell(self, delta: Delta) -> None:
         delta = replace(delta, cached_tokens=max(delta.cached_tokens, self.cached))

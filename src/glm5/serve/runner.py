@@ -115,6 +115,12 @@ class Answers:
             self._leave(self._left > 0)
 
 
+def _blanks(request: Request, version: str) -> dict[int, Delta]:
+    """For each answer what is known of it before its first delta."""
+    blank = Delta(request.rid, 0, (), prompt_tokens=len(request.input_ids), weight_version=version)
+    return {i: replace(blank, index=i) for i in range(request.params.n)}
+
+
 @dataclass
 class _Open:
     """A request that has not ended: where its deltas go, and the last one of each answer that goes on."""
@@ -142,6 +148,7 @@ class Runner:
         self._names: set[str] = set()  # of the event loop's side: requests that somebody reads
         self._compilers = asyncio.Semaphore(COMPILERS)
         self._compiling = 0
+        self._preparing: dict[str, bool] = {}  # by name, requests that are not the engine's yet: whether to end them
         self._updating = asyncio.Lock()
         # Of the thread's side: what has not ended, and what a `wait` pause holds back.
         self._open: dict[str, _Open] = {}
@@ -185,17 +192,24 @@ class Runner:
 
     async def generate(self, request: Request) -> Answers:
         if request.rid in self._names:
-            raise UserError(f"rid={request.rid!r} is in use by a running request", "choose another, or leave it out")
+            raise UserError(f"rid={request.rid!r} is in use by a running request", "Choose another, or leave it out")
         self._names.add(request.rid)
         inbox: asyncio.Queue[Delta] = asyncio.Queue()
+        self._preparing[request.rid] = False
         try:
             await self._prepare(request)
-            await self.call(lambda: self._add(request, inbox))
+            if self._preparing[request.rid]:
+                for delta in _blanks(request, self.weight_version).values():
+                    inbox.put_nowait(nothing_more(delta, Finish("abort")))
+            else:
+                await self.call(lambda: self._add(request, inbox))
         except BaseException:
             self._names.discard(request.rid)
             # Cancelled while the command was under way: it may have been carried out.
             self._commands.put(lambda: self._close(request.rid))
             raise
+        finally:
+            del self._preparing[request.rid]
         return Answers(inbox, request.params.n, lambda unfinished: self._leave(request.rid, unfinished))
 
     def _leave(self, rid: str, unfinished: bool) -> None:
@@ -204,6 +218,8 @@ class Runner:
             self._commands.put(lambda: self._close(rid))
 
     async def abort(self, rid: str | None) -> None:
+        for one in self._preparing:
+            self._preparing[one] |= rid in (None, one)
         await self.call(lambda: self._abort(rid))
 
     async def pause(self, mode: PauseMode) -> None:
@@ -421,8 +437,7 @@ class Runner:
             self._held.append(request)
         else:
             self._engine.add(request)
-        blank = Delta(request.rid, 0, (), prompt_tokens=len(request.input_ids), weight_version=self.weight_version)
-        self._open[request.rid] = _Open(inbox, {i: replace(blank, index=i) for i in range(request.params.n)})
+        self._open[request.rid] = _Open(inbox, _blanks(request, self.weight_version))
 
     def _abort(self, rid: str | None) -> None:
         rids = list(self._open) if rid is None else [rid] if rid in self._open else []
