@@ -20,7 +20,7 @@ from glm5.posttrain.prompts import Prompt, prompts_from_rows
 from glm5.posttrain.rollouts import Group, RolloutConfig, Rollouts, Sample, figures, settle
 from glm5.posttrain.rows import Trajectory, pack
 from glm5.posttrain.verify.pool import VerifierPool
-from glm5.posttrain.verify.verdict import Verdict, judged
+from glm5.posttrain.verify.verdict import Verdict, judged, no_verdict
 from glm5.serve.client import WeightUpdate
 from glm5.serve.request import Finish, Request, TokenInfo
 from glm5.utils.errors import CheckpointError, ConfigError, DataError, UserError
@@ -201,6 +201,9 @@ def test_advantages_are_those_of_the_valid_answers_once() -> None:
     std = math.sqrt(2) / 3  # of 1, 0, 0
     assert made.advantages == pytest.approx({0: 2 / 3 / std, 2: -1 / 3 / std, 3: -1 / 3 / std}, rel=1e-4)
     assert made.record()["no_verdict"] == {"timeout": 1}
+    assert "error" not in made.record()
+    made.samples[1].verdict = no_verdict("expected: no number: 'abc'")
+    assert made.record()["error"] == "expected: no number: 'abc'"
     assert made.record()["rewards"] == [1.0, None, 0.0, 0.0]
 
 

@@ -113,6 +113,8 @@ def _general_here(arguments: list[str], say: Say) -> int:
 def said(found: Reasoned, say: Say) -> None:
     """What came of a run, and what to do next."""
     say(f"learned   {found.steps:,} steps from {found.prompts:,} prompts: {counts(found.states)}")
+    if found.states.get("group_dropped"):
+        say(f"dropped   had no verdict on half of the answers; {found.run}/samples.jsonl says why (no_verdict, error)")
     for domain, after in found.held_out.get("after", {}).items():
         say(f"held out  {domain}: {found.held_out['before'].get(domain, 0.0):.1%} before, {after:.1%} after")
     say(f"run       {found.run}  (metrics.jsonl, samples.jsonl, rollouts.html; `glm5 watch {found.run}` draws it)")

@@ -220,6 +220,7 @@ class Group:
         """The ledger's line."""
         verdicts = [s.verdict for s in self.samples if s.verdict is not None]
         causes = Counter(v.cause for v in verdicts if v.cause)
+        error = next((v.detail for v in verdicts if v.cause == "error"), "")
         return {
             "number": self.number,
             "id": self.prompt.id,
@@ -227,6 +228,7 @@ class Group:
             "state": str(self.state),
             "rewards": self.rewards,
             "no_verdict": dict(sorted(causes.items())),
+            **({"error": error[:200]} if error else {}),
             "tokens": sum(len(s.ids) for s in self.samples),
             "versions": sorted({v for s in self.samples for v in s.versions if v}),
             **({"calls": calls} if (calls := sum(s.calls for s in self.samples)) else {}),
