@@ -16,6 +16,7 @@ from glm5.model.weights import save_model
 from glm5.posttrain.agent import LEDGER, AgentLearner, IntakeConfig
 from glm5.posttrain.agent_run import AgentConfig, Field, Sampling, agent, load_tasks, resolve
 from glm5.posttrain.learner import LearnConfig
+from glm5.posttrain.losses import LossConfig
 from glm5.posttrain.outcome import State
 from glm5.posttrain.record import Record, retokenised
 from glm5.posttrain.rollout.options import RolloutOptions
@@ -161,6 +162,8 @@ def test_the_command_says_what_it_cannot_do(
     assert "must name a task service" in capsys.readouterr().err
     with pytest.raises(ConfigError, match="follows from intake and learn, and is 8"):
         resolve(config(checkpoint, tmp_path, tasks=("x:Y",), rollout=RolloutOptions(group=4, samples_per_version=9)))
+    with pytest.raises(ConfigError, match=r"loss\.kl_weight=0\.1: must be 0"):  # at once, not at the first update
+        config(checkpoint, tmp_path, loss=LossConfig(objective="double_sided", kl_weight=0.1))
     for wrong in ("sums", "examples/services/sums.py:Nothing", "no.such:Thing", "examples/services/none.py:Sums"):
         with pytest.raises(ConfigError, match="tasks"):
             load_tasks([wrong])

@@ -11,10 +11,11 @@ from test_distill import config
 from torch import Tensor
 
 from glm5.model.weights import load_model
-from glm5.posttrain.distill import distill
+from glm5.posttrain.distill import DistillConfig, distill
 from glm5.posttrain.divergence import reverse_kl
 from glm5.posttrain.learner import LearnConfig
 from glm5.posttrain.logprobs import Kept
+from glm5.posttrain.losses import LossConfig
 from glm5.train.schedule import LearningRate
 from glm5.utils.errors import ConfigError
 from glm5.utils.runlog import read_metrics
@@ -111,3 +112,10 @@ def test_a_policy_that_is_its_own_teacher_stays(tmp_path: Path) -> None:
 def test_top_belongs_to_whole_distributions(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="belongs to divergence=full"):
         config(tmp_path, top=3)
+
+
+def test_terms_that_whole_distributions_do_not_have_are_refused() -> None:
+    for loss, name in ((LossConfig(kl_weight=0.1), "kl_weight"), (LossConfig(entropy_weight=0.1), "entropy_weight")):
+        with pytest.raises(ConfigError, match=rf"loss\.{name}=0\.1: must be 0 with divergence=full"):
+            DistillConfig(divergence="full", loss=loss)
+        assert DistillConfig(loss=loss).loss == loss

@@ -18,6 +18,7 @@ from glm5.model.glm5 import GLM5
 from glm5.model.weights import load_model, save_model
 from glm5.posttrain.general import GeneralConfig
 from glm5.posttrain.learner import LearnConfig
+from glm5.posttrain.losses import glm5_reasoning
 from glm5.posttrain.prompts import Difficulty
 from glm5.posttrain.reason import PromptConfig, ReasonConfig, parse_ratios, prepare_prompts, reason, resolve
 from glm5.posttrain.rollouts import RolloutConfig, Rollouts
@@ -115,6 +116,17 @@ def test_several_updates_from_one_batch(tmp_path: Path) -> None:
     assert all(r["train_rollout_logprob_abs_diff_max"] < 1e-4 for r in learned)  # old against engine: equal weights
 
 
+def test_a_policy_is_kept_near_the_model_it_began_with(tmp_path: Path) -> None:
+    """The KL term's reference is that model: nothing is between the two at first, and less later than without."""
+    apart, given = {}, config(tmp_path, learn=dict(steps=12), page_every=0)
+    for weight in (1e-9, 10.0):
+        loss = replace(glm5_reasoning(), kl_weight=weight)
+        found = reason(replace(given, run=str(tmp_path / str(weight)), loss=loss), lambda _: None)
+        apart[weight] = [r["kl_ref"] for r in read_metrics(found.run) if "kl_ref" in r]
+        assert abs(apart[weight][0]) < 1e-6
+    assert 0 < apart[10.0][-1] < apart[1e-9][-1] / 2, apart
+
+
 def test_a_run_with_every_switch_turned(tmp_path: Path) -> None:
     """Replayed routing, indexers that learn, ties that fall at random: the loop as the defaults never run it."""
     switches = dict(router_replay=True, topk="racing", drafts=1, max_new_tokens=4)
@@ -136,8 +148,9 @@ class Killed(BaseException):
 def test_a_killed_run_has_the_same_ledger_and_ends_in_the_same_bytes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Without the system's kill, which is `test_rl_kills`."""
-    whole = config(tmp_path, learn=dict(steps=6, save_every=2), eval_every=3, page_every=0)
+    """Without the system's kill, which is `test_rl_kills`; and with a reference, which a resumed run needs, too."""
+    loss = replace(glm5_reasoning(), kl_weight=0.05)
+    whole = config(tmp_path, learn=dict(steps=6, save_every=2), eval_every=3, page_every=0, loss=loss)
     expected = reason(whole, lambda _: None)
     cut = replace(whole, run=str(tmp_path / "cut"))
     samples = tmp_path / "cut" / "samples.jsonl"

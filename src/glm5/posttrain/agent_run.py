@@ -152,6 +152,8 @@ class AgentConfig(ProcessConfig):
             raise ConfigError("desk", self.desk, "must name the address under which services reach this machine")
         if self.cluster.kind and self.engines:
             raise ConfigError("engines", self.engines, "must be empty where cluster places engines")
+        if self.loss.kl_weight:
+            raise ConfigError("loss.kl_weight", self.loss.kl_weight, "must be 0: agents learn without a reference")
 
 
 @dataclass(frozen=True)

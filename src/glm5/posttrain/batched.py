@@ -39,10 +39,12 @@ class BatchedLearner(Learner):
     Args:
         rollouts: the engine; it gets the weights after every step.
 
-    `pages` is the number of steps between pages of rollouts; 0 writes none.
+    `pages` is the number of steps between pages of rollouts; 0 writes none. `reference` is the model that the loss's KL
+    term keeps the policy near, whole on every rank; its routers and its indexers choose for themselves.
     """
 
     pages: int = 0
+    reference: GLM5 | None = None
 
     def __init__(
         self, config: LearnConfig, model: GLM5, loss: LossConfig, rollouts: Rollouts, directory: Path, data: str
@@ -82,7 +84,8 @@ class BatchedLearner(Learner):
             rows = prepare(rows, share) if prepare else rows
             # The first update's old policy is the one that learns; the others' must be remembered.
             old_BT = self.score(rows) if part else None
-            batches.append(Batch(rows, len(trajectories), old_BT))
+            reference_BT = None if self.reference is None else self.score(rows.without_replay(), self.reference)
+            batches.append(Batch(rows, len(trajectories), old_BT, reference_BT))
         return self.learn(batches)
 
     def page(self, groups: Sequence[Group], prepare: Prepare | None = None) -> None:
@@ -98,9 +101,9 @@ class BatchedLearner(Learner):
         path, title = self.directory / "rollouts.html", f"Rollouts of step {self.finished_steps + 1}"
         write_page(path, title, rows, self.model, self.rollouts.tokenizer, rewards, self.ranks)
 
-    def score(self, rows: PolicyRows) -> Tensor:
-        """log π of every action under the weights of now: see `update.score`."""
-        return score(self.model, rows, micro_batch=self.config.micro_batch, ranks=self.ranks)
+    def score(self, rows: PolicyRows, model: GLM5 | None = None) -> Tensor:
+        """log π of every action under the weights of now, or another model's: see `update.score`."""
+        return score(model or self.model, rows, micro_batch=self.config.micro_batch, ranks=self.ranks)
 
     def push(self) -> None:
         self.rollouts.push(self.whole(), self.finished_steps)

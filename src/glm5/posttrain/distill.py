@@ -64,8 +64,11 @@ class DistillConfig(LoopConfig):
         super().__post_init__()
         if self.top < 0 or (self.top and self.divergence == "drawn"):
             raise ConfigError("top", self.top, "must be at least 0, and belongs to divergence=full")
-        if self.divergence == "full" and self.learn.indexer_weight:
-            raise ConfigError("learn.indexer_weight", self.learn.indexer_weight, "must be 0 with divergence=full")
+        if self.divergence == "full":
+            weights = {"learn.indexer_weight": self.learn.indexer_weight, "loss.kl_weight": self.loss.kl_weight}
+            for name, weight in {**weights, "loss.entropy_weight": self.loss.entropy_weight}.items():
+                if weight:
+                    raise ConfigError(name, weight, "must be 0 with divergence=full")
         for text in self.teachers:
             domain, equals, path = text.partition("=")
             if not (domain and equals and path):

@@ -88,11 +88,13 @@ class LearnConfig:
 
 @dataclass(frozen=True)
 class Batch:
-    """What one update reads. rollouts: how many its rollouts are numbered to. old_BT: as `PolicyUpdate` has it."""
+    """What one update reads. rollouts: how many its rollouts are numbered to. old_BT, reference_BT: as `PolicyUpdate`
+    has them."""
 
     rows: PolicyRows
     rollouts: int
     old_BT: Tensor | None = None
+    reference_BT: Tensor | None = None
 
 
 class Learner:
@@ -189,7 +191,8 @@ class Learner:
         self.optimizer.set_lr(self.config.lr.at(self.finished_steps, self.config.steps))
         found = []
         for batch in batches:
-            found.append(self.update(batch.rows, batch.rollouts, old_BT=batch.old_BT))
+            remembered = {"old_BT": batch.old_BT, "reference_BT": batch.reference_BT}
+            found.append(self.update(batch.rows, batch.rollouts, **remembered))
             self.tokens += int(batch.rows.mask_BT.sum())
         return together(found)
 

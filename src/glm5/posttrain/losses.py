@@ -68,7 +68,7 @@ class LossConfig:
     constant_length: int = 0
     """The divisor of `constant`: the longest answer that is allowed."""
     kl_weight: float = 0.0
-    """Weight of KL(π_θ ‖ π_ref) as a term of the loss."""
+    """Weight of KL(π_θ ‖ π_ref) as a term of the loss; π_ref is the model that the run began with."""
     kl_estimator: Estimator = "k3"
     """Estimator of that term: k2 or k3; k1 has no gradient in the mean, and is refused."""
     entropy_weight: float = 0.0

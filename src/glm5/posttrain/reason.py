@@ -388,6 +388,9 @@ def learned(
                 if rollouts.varies:
                     say(f"rollouts  not batch-invariant: {rollouts.varies}")
                 learner = make(model, rollouts)
+                if config.loss.kl_weight:
+                    reference = load_model(config.checkpoint, device=device, dtype="float32")
+                    learner.reference = reference.eval().requires_grad_(False)
                 measure = Measure(run / "held-out.json", lambda: rollouts.success(prompts.held_out), learner)
                 if prompts.held_out:
                     learner.measure, learner.measure_every = measure, config.eval_every
