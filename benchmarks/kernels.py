@@ -333,6 +333,33 @@ def bench_moe(table: Table) -> None:
     down = torch.empty(experts, width, inner, device="cuda", dtype=torch.bfloat16).normal_(std=inner**-0.5)
     for tokens in (1, 16, 256, 4096):
         bench_moe_case(table, gate_up, down, tokens)
+    bench_whole_moe(table, gate_up, down)
+
+
+def bench_whole_moe(table: Table, gate_up: Tensor, down: Tensor) -> None:
+    """Router, experts and a shared expert of their width, of one token."""
+    (experts, width, inner), sets = down.shape, 8
+
+    def matrix(*size: int) -> Tensor:
+        return (torch.randn(*size, device="cuda") * size[-1] ** -0.5).bfloat16()
+
+    shared = [(matrix(inner, width), matrix(inner, width), matrix(width, inner)) for _ in range(sets)]
+    router = torch.randn(experts, width, device="cuda") * 0.02, torch.zeros(experts, device="cuda")
+    x = torch.randn(sets, 1, width, device="cuda", dtype=torch.bfloat16)
+    how = dict(normalise=True, scaling=2.5)
+    floor = floor_us(8 * 6.0 * width * inner + 6.0 * width * inner + router[0].nbytes)
+
+    def separate(i: int) -> Tensor:
+        _, expert, weight, _ = triton.router(x[i], *router, 8, **how)
+        y = triton.grouped_swiglu(x[i], gate_up, down, expert, weight)
+        return y + triton.swiglu(x[i], *shared[i])
+
+    def ours(i: int) -> object:
+        return triton.moe_row(x[i], router, (gate_up, down), shared[i], top_k=8, **how)
+
+    oracle = separate(0)
+    for name, call in (("ours", ours), ("ours, separate operators", separate)):
+        table.add("whole MoE", "1 token", name, call, sets, floor, lambda y: relative(y, oracle))  # type: ignore[arg-type]
 
 
 def bench_moe_case(table: Table, gate_up: Tensor, down: Tensor, tokens: int) -> None:

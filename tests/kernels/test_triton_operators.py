@@ -15,6 +15,7 @@ from support import triton_interpreter
 triton_interpreter.ask()
 
 from glm5.kernels import triton as fast
+from glm5.kernels.moe import route
 from glm5.kernels.topk import stable_topk
 
 triton_interpreter.mend()
@@ -133,3 +134,28 @@ def test_grouped_swiglu_matches_the_oracle(tokens: int, experts: int, choices: i
     gate, up = torch.einsum("nd,nmfd->nmf", x.float(), gate_up.float()[expert]).chunk(2, -1)
     oracle = torch.einsum("nmf,nmdf,nm->nd", torch.nn.functional.silu(gate) * up, down.float()[expert], weight)
     assert _error(y, oracle) < TOLERANCE
+
+
+@pytest.mark.parametrize("shared", [False, True])
+def test_the_moe_of_one_token_matches_the_oracle(shared: bool) -> None:
+    experts, width, inner, wide, choices = 7, 600, 72, 40, 3  # a row in more than one piece
+    generator = _generator(5)
+
+    def matrix(*size: int) -> Tensor:
+        return (torch.randn(*size, generator=generator) * size[-1] ** -0.5).to(DEVICE, DTYPE)
+
+    x, router = matrix(1, width) * 20, torch.randn(experts, width, generator=generator).to(DEVICE) * 0.05
+    bias = torch.rand(experts, generator=generator).to(DEVICE)
+    routed = matrix(experts, 2 * inner, width), matrix(experts, width, inner)
+    beside = (matrix(wide, width), matrix(wide, width), matrix(width, wide)) if shared else None
+    how = dict(normalise=True, scaling=2.5)
+    y = fast.moe_row(x, (router, bias), routed, beside, top_k=choices, **how)
+    expert, weight, _ = route(x.float() @ router.T, bias, choices, **how)
+    gate, up = torch.einsum("d,mfd->mf", x[0].float(), routed[0][expert[0]].float()).chunk(2, -1)
+    hidden = torch.nn.functional.silu(gate) * up
+    oracle = torch.einsum("mf,mdf,m->d", hidden, routed[1][expert[0]].float(), weight[0])
+    if beside is not None:
+        gate, up, down = (m.float() for m in beside)
+        oracle += down @ (torch.nn.functional.silu(gate @ x[0].float()) * (up @ x[0].float()))
+    assert _error(y[0], oracle) < TOLERANCE
+    assert torch.equal(y, fast.moe_row(x, (router, bias), routed, beside, top_k=choices, **how)), "one order of sums"

@@ -92,3 +92,24 @@ def test_a_training_step_in_bf16() -> None:
     missing = [n for n, p in model.named_parameters() if p.grad is None and n != "lm_head.weight"]
     assert not missing
     assert all(p.grad.isfinite().all() for p in model.parameters() if p.grad is not None)
+
+
+def test_one_tokens_moe_is_that_of_several(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A token alone takes a kernel of its own; rounded where the others round, so that only sums differ."""
+    with torch.device("cuda"):
+        moe = GLM5(true_widths(), seed=1).bfloat16().eval().blocks[1].mlp
+        x = torch.randn(5, 1, 6144, dtype=torch.bfloat16)
+    used: set[str] = set()
+    original = dispatch._loaded
+
+    def count(fast: dispatch.Fast) -> object:
+        used.add(fast.name)
+        return original(fast)
+
+    monkeypatch.setattr(dispatch, "_loaded", count)
+    with torch.no_grad():
+        together = moe(x).float()
+        assert "triton.moe_row" not in used
+        alone = torch.cat([moe(x[i : i + 1]) for i in range(5)]).float()
+    assert "triton.moe_row" in used
+    assert (alone - together).norm() < 5e-3 * together.norm()

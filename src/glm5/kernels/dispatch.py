@@ -177,6 +177,12 @@ def _index_select(q_BTJI: Tensor, w_BTJ: Tensor, k_BSI: Tensor) -> str | None:
     return _plain_bf16(q_BTJI, k_BSI)
 
 
+def _moe_row(x_1D: Tensor, router_ED: Tensor, *weights: Tensor) -> str | None:
+    if router_ED.dtype != torch.float32 or not all(w.is_contiguous() for w in (router_ED, *weights)):
+        return "takes an fp32 router and contiguous weights"
+    return _plain_bf16(x_1D, *weights)
+
+
 # In 8 bits.
 def _e4m3(*tensors: Tensor) -> str | None:
     wrong = next((t.dtype for t in tensors if t.dtype != torch.float8_e4m3fn), None)
@@ -539,6 +545,7 @@ OPERATORS: dict[str, tuple[Fast, ...]] = {
         Fast("cpu.swiglu", _compiler, _cpu_few, _load_cpu("swiglu")),
     ),
     "moe": (Fast("cpu.moe", _compiler, _cpu_few, _load_cpu("moe")),),
+    "moe_row": (Fast("triton.moe_row", _triton, _moe_row, _load_triton("moe_row")),),
     "interval_loss": (
         Fast("triton.indexer_warmup", _both, _train_intervals, _load_training("interval_loss"), trains=True),
     ),

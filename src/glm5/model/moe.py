@@ -142,7 +142,10 @@ class MoE(nn.Module):
             return None
         weights = () if shared is None else (shared.gate_proj.weight, shared.up_proj.weight, shared.down_proj.weight)
         routed = (experts.gate_up_proj, experts.down_proj)
-        fast = pick("moe", x_ND, gate.weight, *routed, *weights) if gate.settings["n_group"] == 1 else None
+        if gate.settings["n_group"] != 1:
+            return None
+        operator = "moe_row" if x_ND.is_cuda and x_ND.shape[0] == 1 else "moe"
+        fast = pick(operator, x_ND, gate.weight, *routed, *weights)
         if fast is None:
             return None
         settings: dict[str, Any] = {k: gate.settings[k] for k in ("top_k", "normalise", "scaling")}

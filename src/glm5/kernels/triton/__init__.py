@@ -36,6 +36,7 @@ _HOME = {
     "project": "glm5.kernels.triton.preparation",
     "route": "glm5.kernels.triton.routing",
     "router": "glm5.kernels.triton.routing",
+    "moe_row": "glm5.kernels.triton.moe_one",
     "by_head": "glm5.kernels.triton.absorbed",
 }
 __all__ = ["available", *_HOME]
