@@ -7,7 +7,6 @@ import re
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -16,6 +15,7 @@ from glm5.cli.main import main
 from glm5.model.generate import generate
 from glm5.model.weights import load_model
 from support.served import ask, save_small
+from support.waiting import until
 
 COMMAND = [sys.executable, "-c", "import sys; from glm5.cli.main import main; sys.exit(main())", "serve"]
 
@@ -63,10 +63,7 @@ def test_processes_answer_and_survive_a_killed_one(checkpoint: Path) -> None:
             text=True,
         )
         try:
-            deadline = time.monotonic() + 300
-            while len(ask(address, "/server_info")["decode"]) < 2:
-                assert time.monotonic() < deadline
-                time.sleep(0.1)
+            until(lambda: len(ask(address, "/server_info")["decode"]) >= 2, seconds=300)
             model = load_model(checkpoint)
             prompts = [[40 + (7 * i + j) % 200 for j in range(150 + i)] for i in range(6)]
             sampling = {"temperature": 0, "max_new_tokens": 5, "ignore_eos": True}
@@ -100,6 +97,7 @@ def test_processes_answer_and_survive_a_killed_one(checkpoint: Path) -> None:
         (["--prefill-workers", "1"], "decode_workers"),
         (["--decode-workers", "-1"], "count processes"),
         (["--join", "127.0.0.1:1"], "GLM5_WORKER_KEY"),
+        (["--role", "prefill"], "--join"),
     ],
 )
 def test_settings_that_cannot_work(

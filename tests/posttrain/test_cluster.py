@@ -8,8 +8,7 @@ import shutil
 import sys
 import tempfile
 import threading
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
@@ -38,6 +37,7 @@ from glm5.utils.runlog import refuse_changes
 from support.scripted import chat_tokenizer
 from support.serving import served
 from support.tiny import tiny_model
+from support.waiting import until
 
 T = chat_tokenizer()
 STEPS = 3
@@ -56,13 +56,6 @@ class Letters(TaskService):
         said = told["content"] or ""
         return judged(sum(ord(letter) for letter in said) % 8 / 8)
 """
-
-
-def until(holds: Callable[[], Any], what: str, seconds: float = 120) -> None:
-    deadline = time.monotonic() + seconds
-    while not holds():
-        assert time.monotonic() < deadline, what
-        time.sleep(0.1)
 
 
 # ---------------------------------------------------------------------------------------------------- without Ray

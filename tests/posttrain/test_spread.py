@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import subprocess
 import sys
-import threading
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -19,6 +17,7 @@ from glm5.posttrain.spread import Spread
 from glm5.serve.weights import Joined, checksums_of
 from support.scripted import chat_tokenizer
 from support.tiny import tiny_model
+from support.waiting import until
 
 T = chat_tokenizer()
 ENGINE = """
@@ -98,8 +97,5 @@ def test_engines_receive_what_is_pushed_whoever_dies(monkeypatch: pytest.MonkeyP
             assert (version(one), checksums(one)) == ("3", sums[3])
             assert engines.figures()["engine/routable"] == 1
             engines.call(engines.moved("b", third))
-            deadline = time.monotonic() + 300
-            while engines.figures()["engine/routable"] < 2:  # it is let in when it has them, too
-                assert time.monotonic() < deadline
-                threading.Event().wait(0.2)
+            until(lambda: engines.figures()["engine/routable"] >= 2, seconds=300)  # it is let in when it has them, too
             assert (version(third), checksums(third)) == ("3", sums[3])

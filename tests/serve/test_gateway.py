@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import threading
-import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -21,6 +20,7 @@ from glm5.text.chat import render
 from glm5.text.messages import messages_from_openai, tools_from_openai
 from support.scripted import Scripted, chat_tokenizer
 from support.serving import HI, PING, call, events, served
+from support.waiting import until
 
 T = chat_tokenizer()
 CHAT = "/sessions/s/v1/chat/completions"
@@ -328,13 +328,6 @@ def live() -> Iterator[tuple[str, Scripted]]:
         yield address, backend
 
 
-def wait_for(check: Callable[[], Any]) -> None:
-    deadline = time.monotonic() + 20
-    while not check():
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
-
-
 @pytest.mark.parametrize("stream", [False, True])
 def test_openai_s_client(live: tuple[str, Scripted], stream: bool) -> None:
     address, backend = live
@@ -449,7 +442,7 @@ def test_a_turn_that_nobody_wants_any_more_is_ended(live: tuple[str, Scripted]) 
     backend.gate = asyncio.Event()  # no step is made
     with pytest.raises(httpx.ReadTimeout):
         httpx.post(f"{address}/sessions/ab/v1/chat/completions", json={"messages": HI}, timeout=0.3)
-    wait_for(lambda: not backend.alive)
+    until(lambda: not backend.alive)
     (turn,) = httpx.get(f"{address}/sessions/ab").json()["turns"]
     assert (turn["status"], turn["failure"]) == ("failed", "timeout")
     assert httpx.delete(f"{address}/sessions/ab").json()["trajectories"] == []
@@ -461,7 +454,7 @@ def test_an_answer_across_an_update_says_so_id_by_id(live: tuple[str, Scripted])
     backend.script = saying("</think>" + "the answer is ping " * 4 + "<|user|>")
 
     def change() -> None:
-        wait_for(lambda: backend.steps >= 4)
+        until(lambda: backend.steps >= 4)
         backend.weight_version = "2"
 
     thread = threading.Thread(target=change)

@@ -5,10 +5,11 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
+
+from support.waiting import until
 
 COMMAND = [sys.executable, "-c", "import os, time; print('here', os.getpid(), flush=True); time.sleep(600)"]
 LEASHED = [sys.executable, "-m", "glm5.utils.leash", *COMMAND]
@@ -24,10 +25,7 @@ def alive(pid: int) -> bool:
 
 
 def require_end(pid: int) -> None:
-    deadline = time.monotonic() + 60
-    while alive(pid):
-        assert time.monotonic() < deadline, "it was left behind"
-        time.sleep(0.05)
+    until(lambda: not alive(pid), "it was left behind")
 
 
 @pytest.mark.skipif(not os.path.isdir("/proc/self"), reason="looks into /proc")
