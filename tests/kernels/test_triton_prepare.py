@@ -195,10 +195,13 @@ def test_route_of_nan_stays_inside_and_is_nan() -> None:
     assert weight.isnan().any(-1).tolist() == [False, True]
 
 
-@pytest.mark.parametrize(("tokens", "rotary"), [(1, 16), (5, 0), (70, 16)])
-def test_by_head_writes_beside_the_rotated_part(tokens: int, rotary: int) -> None:
+@pytest.mark.parametrize(
+    ("tokens", "rotary", "turned"), [(1, 16, True), (1, 16, False), (5, 0, True), (5, 16, False), (70, 16, True)]
+)
+def test_by_head_writes_beside_the_rotated_part(tokens: int, rotary: int, turned: bool) -> None:
     x = _random(tokens, 3, 64 + 16, seed=tokens)
     weight = _random(3, 128, 64, seed=11, scale=0.1).transpose(1, 2)
+    weight = weight if turned else weight.contiguous()
     rope = x[..., 64:] if rotary else None
     ours = fast.by_head(x[..., :64], weight, rope)
     oracle = torch.einsum("nhx,hxy->nhy", x[..., :64].double(), weight.double())

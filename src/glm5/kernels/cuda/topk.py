@@ -70,13 +70,13 @@ def stable_topk(
 
 
 def choose_cluster(rows: int, slots: int) -> int:
-    """Enough blocks to fill the chip, but at least 8,192 scores each.
+    """Enough blocks to fill the chip, but at least 2,048 scores each, and of up to 16,384 one block.
 
     Larger clusters must fit into one group of multiprocessors, which leaves some idle: of clusters of 4 or more, an
     H200 places about 112 blocks at once, and a second round costs more than a smaller cluster.
     """
     cluster = 1
-    while cluster < 16 and slots // (cluster * 2) >= 8192:
+    while cluster < 16 and slots > 16384 and slots // (cluster * 2) >= 2048:
         if rows * cluster * 2 > (132 if cluster == 1 else 112):
             break
         cluster *= 2

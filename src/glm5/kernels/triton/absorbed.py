@@ -17,7 +17,6 @@ from torch import Tensor
 from glm5.kernels.triton.early import begin, early
 
 FEW = 64  # tokens up to which the Triton kernels run
-ROW_TILE = 16384  # elements of the matrix that a program takes, where there is one token
 
 
 @triton.jit
@@ -120,12 +119,13 @@ def by_head(x_NHX: Tensor, weight_HXY: Tensor, rope_NHR: Tensor | None = None) -
         raise ValueError(f"by_head takes widths that are multiples of 64, not {width} and {columns} + {rotary}")
     rope = x_NHX if rope_NHR is None else rope_NHR
     if tokens == 1:
-        block_x = triton.next_power_of_2(width)
-        block_y = min(64, max(1, ROW_TILE // block_x))
+        # Small pieces, of which all fit on the chip at once: whole lines where columns lie side by side.
+        block_y, warps = (64, 4) if weight_HXY.stride(2) == 1 else (8, 2)
         _row_by_head[(heads, columns // block_y + (rotary > 0))](
             x_NHX, weight_HXY, out, rope,
             x_NHX.stride(1), *weight_HXY.stride(), out.stride(1), rope.stride(1),
-            X=width, Y=columns, R=max(rotary, 1), BLOCK_X=block_x, BLOCK_Y=block_y, num_warps=4, **early(x_NHX),
+            X=width, Y=columns, R=max(rotary, 1), BLOCK_X=triton.next_power_of_2(width), BLOCK_Y=block_y,
+            num_warps=warps, **early(x_NHX),
         )  # fmt: skip
         return out
     block_t = max(16, min(64, triton.next_power_of_2(tokens)))
