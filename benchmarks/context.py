@@ -119,12 +119,10 @@ class Bench:
             if any(self.world.gather_objects(growth > left)):
                 self.say(tokens=tokens, left_out=f"would take about {growth:.0f} s, and {left:.0f} s are left")
                 continue
-            began = time.perf_counter()
-            self.measure(tokens)
-            before = tokens, time.perf_counter() - began
+            before = tokens, self.measure(tokens)
 
-    def measure(self, tokens: int) -> None:
-        """One length: every cut."""
+    def measure(self, tokens: int) -> float:
+        """One length: every cut. What it would take again, in seconds: without what first steps compile."""
         world, model = self.world, self.model
         ids = torch.randint(0, self.config.vocab_size, (1, tokens + 1), generator=torch.Generator().manual_seed(0))
         ids = ids.to(world.device)
@@ -149,18 +147,21 @@ class Bench:
             dist.all_reduce(total, group=world.group("world"))
             return float(total)
 
+        again = 0.0
         for name, spans in cuts.items():
             rows = ContextRows(spans, torch.zeros_like(ids), ways, seen=[whole] * (name == "heads"))
             began = time.perf_counter()
             losses = [step(rows)]
             self.say(tokens=tokens, cut=name, first_step_s=round(time.perf_counter() - began, 2), loss=losses[0])
             world.barrier()
+            warm = time.perf_counter()
             if self.cuda:
                 torch.cuda.reset_peak_memory_stats(world.device)
             began = time.perf_counter()
             losses += [step(rows) for _ in range(self.args.steps)]
             world.barrier()
             seconds = (time.perf_counter() - began) / self.args.steps
+            again += seconds
             peak = torch.cuda.max_memory_allocated(world.device) / 2**30 if self.cuda else 0.0
             row = dict(ranks=ranks, tokens=tokens, cut=name, step_s=round(seconds, 3))
             said = self.predicted(tokens) / 2**30
@@ -168,6 +169,7 @@ class Bench:
             self.say(**row, tokens_per_s=round(tokens / seconds), peak_gib=round(most, 2), estimate_gib=round(said, 2))
             if name == "heads":  # which does not wait for rows
                 self.say(**row, losses=losses)
+                again += time.perf_counter() - warm
                 continue
             with Clock(model, world.device) as clock, torch.no_grad():
                 model.hidden(rows.own(ids[:, :-1]), cache=rows, sparse=sparse)
@@ -175,6 +177,8 @@ class Bench:
             own = world.gather_objects(clock.seconds)
             slowest = max(own) / (sum(own) / len(own))
             self.say(**row, attention_s=round(max(own), 3), slowest_over_mean=round(slowest, 3), losses=losses)
+            again += time.perf_counter() - warm
+        return again
 
     def predicted(self, tokens: int) -> float:
         """Bytes on one rank by formula."""
