@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import socket
 import subprocess
 import sys
@@ -49,7 +50,8 @@ def free_port() -> int:
 def start_sender(port: int, program: str) -> subprocess.Popen[str]:
     paths = [p for p in sys.path if p]
     command = [sys.executable, "-c", f"import sys; sys.path[:0] = {paths!r}\n{program}", str(port)]
-    return subprocess.Popen(command, stdin=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    as_by_torchrun = os.environ | {"TORCHELASTIC_USE_AGENT_STORE": "True"}
+    return subprocess.Popen(command, stdin=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=as_by_torchrun)
 
 
 def test_a_trainer_sends_its_weights() -> None:
