@@ -251,6 +251,22 @@ def test_the_first_cause_is_told() -> None:
     assert played(Made(crash), policy_of(said(""))[0]) == Result(Outcome.ENV_CRASH, None, "OSError: no such container")
 
 
+def test_a_crash_s_traceback_is_shown_once(caplog: pytest.LogCaptureFixture) -> None:
+    async def crash(asked: Rollout, policy: Policy) -> Result:
+        raise OSError(f"no such container: {asked.seed}")
+
+    async def main() -> None:
+        hosted = Hosted(Made(crash), policy_of(said(""))[0])
+        await hosted.start()
+        for seed in range(3):
+            await hosted.ask(Rollout(**{**ASKED.__dict__, "seed": seed, "session": f"s{seed}"}))
+        await hosted.stop()
+
+    asyncio.run(main())
+    crashes = [r for r in caplog.records if "crashed: OSError: no such container" in r.getMessage()]
+    assert [r.exc_info is not None for r in crashes] == [True, False, False]
+
+
 def test_what_is_no_result_is_the_services_fault() -> None:
     async def bare(asked: Rollout, policy: Policy) -> Any:
         return 0.5

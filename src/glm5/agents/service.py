@@ -26,6 +26,7 @@ import logging
 import os
 import secrets
 import threading
+import traceback
 from abc import ABC, abstractmethod
 from collections import OrderedDict
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
@@ -186,6 +187,7 @@ class Hosted:
         self.service, self.boot = service, secrets.token_hex(6)
         self._http, self._given = http, http
         self._runs: OrderedDict[str, tuple[Rollout, asyncio.Task[Result]]] = OrderedDict()
+        self._crashes: set[tuple[type[Exception], str, int | None]] = set()  # whose traceback was shown
         self._blocks = not inspect.iscoroutinefunction(service.rollout)
 
     def offer(self, url: str) -> Offer:
@@ -236,8 +238,12 @@ class Hosted:
         except Exception as error:  # of whatever the environment is made of
             if isinstance(error, TimeoutError) and limit.expired():
                 return Result(Outcome.TIMEOUT, detail=f"after {asked.time_s:g} s")
-            log.warning("rollout %s crashed", asked.session, exc_info=error)
-            return Result(Outcome.ENV_CRASH, detail=f"{type(error).__name__}: {error}")
+            told = f"{type(error).__name__}: {error}"
+            place = traceback.extract_tb(error.__traceback__)[-1]
+            new = (where := (type(error), place.filename, place.lineno)) not in self._crashes
+            self._crashes.add(where)
+            log.warning("rollout %s crashed: %s", asked.session, told, exc_info=error if new else None)
+            return Result(Outcome.ENV_CRASH, detail=told)
         finally:
             policy.end()
 
