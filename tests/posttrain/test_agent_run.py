@@ -164,6 +164,8 @@ def test_the_command_says_what_it_cannot_do(
         resolve(config(checkpoint, tmp_path, tasks=("x:Y",), rollout=RolloutOptions(group=4, samples_per_version=9)))
     with pytest.raises(ConfigError, match=r"loss\.kl_weight=0\.1: must be 0"):  # at once, not at the first update
         config(checkpoint, tmp_path, loss=LossConfig(objective="double_sided", kl_weight=0.1))
+    with pytest.raises(ConfigError, match=r"rollout\.group=1: must be at least 2"):
+        resolve(config(checkpoint, tmp_path, tasks=("x:Y",), rollout=RolloutOptions(group=1)))
     for wrong in ("sums", "examples/services/sums.py:Nothing", "no.such:Thing", "examples/services/none.py:Sums"):
         with pytest.raises(ConfigError, match="tasks"):
             load_tasks([wrong])

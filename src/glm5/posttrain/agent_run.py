@@ -179,6 +179,10 @@ def resolve(config: AgentConfig) -> tuple[AgentConfig, ModelConfig]:
         raise ConfigError("tasks", (), "must name a task service, or desk an address where some will register")
     if not config.cluster.kind:  # a cluster has a key of its own
         require_key(os.environ.get(KEY), _here(config, None)[0])
+    if config.rollout.group < 2:
+        raise ConfigError(
+            "rollout.group", config.rollout.group, "must be at least 2: a lone rollout is no better than another"
+        )
     taken = config.learn.updates * config.intake.groups * config.rollout.group
     follows = {"max_staleness": config.intake.max_staleness, "samples_per_version": taken}
     for name, value in follows.items():
