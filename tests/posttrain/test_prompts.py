@@ -78,7 +78,7 @@ def test_bad_rows_are_listed_by_line_and_nothing_is_used(tmp_path: Path) -> None
             "JSON",
             "list",
             "verifier",
-            "prompt: ''. must be a text, or a list of messages",
+            "prompt: ''. It must be a text, or a list of messages",
             "assistant",
             "weak",
             "pass_rate",

@@ -12,7 +12,7 @@ from glm5.model.presets import nano
 from glm5.model.weights import save_model
 from glm5.serve import LLM, SamplingParams
 from glm5.text.tokenizer import Tokenizer
-from glm5.utils.errors import UserError
+from glm5.utils.errors import ConfigError, UserError
 
 
 @pytest.fixture(scope="module")
@@ -43,5 +43,7 @@ def test_a_bad_prompt_leaves_nothing_behind(checkpoint: Path) -> None:
         with pytest.raises(UserError):
             llm.generate(prompts)  # type: ignore[arg-type]
         assert not llm.engine.has_work
+    with pytest.raises(ConfigError, match="stop='ab': must be a tuple"):  # and not two strings of one character
+        llm.generate([[7]], SamplingParams(stop="ab"))  # type: ignore[arg-type]
     with pytest.raises(UserError, match="no_such: no such setting"):
         LLM(checkpoint, no_such=1)

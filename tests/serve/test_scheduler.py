@@ -349,11 +349,11 @@ def test_within_a_priority_each_is_served_however_many_come_after() -> None:
 # --------------------------------------------------------------------------- ends
 def test_what_could_never_fit_is_refused_with_its_mend() -> None:
     s = new_scheduler(pages=2)
-    with pytest.raises(UserError, match=r"need 3 pages of 4 tokens, .* set max_new_tokens to at most 3"):
+    with pytest.raises(UserError, match=r"need 3 pages of 4 tokens, .* Set max_new_tokens to at most 3"):
         ask(s, "a", 6, max_new_tokens=4)
     with pytest.raises(UserError, match="max_new_tokens=None need 25 pages"):
         ask(s, "a", 6)
-    with pytest.raises(UserError, match="shorten the prompt"):
+    with pytest.raises(UserError, match="Shorten the prompt"):
         ask(s, "a", 9, max_new_tokens=1)
     (a,) = ask(s, "a", 6, max_new_tokens=3)
     assert [len(p.items) for p in finish(s)] == [1, 1, 1]

@@ -66,7 +66,7 @@ def test_messages_are_taken_over(raw: dict[str, Any], expected: Message) -> None
         ([{"role": "user", "content": [{"type": "image_url"}]}], r"content\[0\]\.type: 'image_url'.*nothing else"),
         ([{"role": "user", "content": [{"type": "text"}]}], r"content\[0\]\.text: nothing"),
         ([{"role": "user", "content": "\ud800"}], r"content: a lone surrogate at character 0"),
-        ([{"role": "user", "tool_calls": [{}]}], r"messages\[0\]\.tool_calls: .*only an assistant"),
+        ([{"role": "user", "tool_calls": [{}]}], r"messages\[0\]\.tool_calls: .*Only an assistant"),
         ([{"role": "assistant", "tool_calls": "x"}], r"messages\[0\]\.tool_calls: 'x'"),
         ([{"role": "assistant", "tool_calls": [{}]}], r"tool_calls\[0\]\.function: nothing"),
         ([call("{}", name=" ")], r"tool_calls\[0\]\.function\.name: ' '"),

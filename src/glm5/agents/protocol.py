@@ -79,7 +79,7 @@ class Offer:
 
     def __post_init__(self) -> None:
         if not NAME.fullmatch(self.name):
-            raise DataError(f"name={self.name!r}", "Give a task 1 to 64 letters, digits, or any of _ and .")
+            raise DataError(f"name={self.name!r}", "Give a task 1 to 64 letters, digits, or any of . and _")
         if not self.url.startswith(("http://", "https://")):
             raise DataError(f"url={self.url!r}", "Give the service's address as http://HOST:PORT")
         for name in ("ratio", "timeout_s", "concurrency"):

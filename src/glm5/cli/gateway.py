@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Literal
 
 from glm5.utils.config_io import parse
-from glm5.utils.errors import UserError
+from glm5.utils.errors import ConfigError, UserError
 
 
 def main(argv: Sequence[str]) -> int:
@@ -59,7 +59,7 @@ def main(argv: Sequence[str]) -> int:
     if not Path(options.tokenizer or ".nowhere").is_dir():
         raise UserError(f"--tokenizer {options.tokenizer!r}: no such directory", "Give the model's directory")
     if not options.beat_s > 0:
-        raise UserError(f"--beat-s {options.beat_s}", "must be above 0")
+        raise ConfigError("--beat-s", options.beat_s, "must be above 0")
     made = GatewayOptions(**{field.name: getattr(options, field.name) for field in fields(GatewayOptions)})
     if made.api_key is None and os.environ.get("GLM5_API_KEY"):
         made = replace(made, api_key=os.environ["GLM5_API_KEY"])

@@ -16,7 +16,7 @@ from typing import Annotated
 import tyro
 
 from glm5.utils.config_io import parse
-from glm5.utils.errors import UserError
+from glm5.utils.errors import ConfigError, UserError
 from glm5.utils.listening import listen
 
 
@@ -58,7 +58,7 @@ def main(argv: Sequence[str]) -> int:
     if not options.gateway.startswith(("http://", "https://")):
         raise UserError(f"--gateway {options.gateway!r}", "Give an address as http://HOST:PORT")
     if not 0 < options.temperature < float("inf"):
-        raise UserError(f"--temperature {options.temperature}", "must be above 0")
+        raise ConfigError("--temperature", options.temperature, "must be above 0")
     made = RolloutOptions(**{field.name: getattr(options, field.name) for field in fields(RolloutOptions)})
     listening = listen(options.host, options.port)
 

@@ -72,6 +72,10 @@ def main(argv: Sequence[str]) -> int:
         raise UserError("no checkpoint is named", "Give a model's directory: glm5 serve runs/demo/model")
     if not Path(options.checkpoint).is_dir():
         raise UserError(f"{options.checkpoint}: no such directory", "Give a model's directory")
+    if options.role == "prefill" and not options.join:
+        raise UserError(
+            "role='prefill' is a worker's, and no server is named that it works for", "Add --join HOST:PORT"
+        )
     name = options.name or Path(options.checkpoint).resolve().name
     http = _part(HttpOptions, options)
     if http.api_key is None and os.environ.get("GLM5_API_KEY"):  # which, unlike an option, no list of processes shows

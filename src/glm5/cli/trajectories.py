@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import tyro
 
 from glm5.utils.config_io import parse
-from glm5.utils.errors import UserError
+from glm5.utils.errors import ConfigError, UserError
 
 if TYPE_CHECKING:
     from glm5.posttrain.record import Record
@@ -68,7 +68,7 @@ def main(argv: Sequence[str]) -> int:
         if value is not None and value not in known:
             raise UserError(f"--{name} {value!r} is not known", f"Use one of {', '.join(known)}")
     if options.limit is not None and options.limit < 0:
-        raise UserError(f"--limit {options.limit}", "must be at least 0, or None")
+        raise ConfigError("--limit", options.limit, "must be at least 0, or None")
     with Store(options.store, read_only=True) as store:
         if options.sample:
             _show(store, options)

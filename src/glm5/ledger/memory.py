@@ -144,12 +144,12 @@ class Layout:
             raise LayoutError(
                 f"ep={self.ep} does not fit the tp x cp x dp = {ranks} ranks of a stage (tp={self.tp}): it must "
                 "divide them, and divide or be a multiple of tp",
-                f"Choose --ep from {', '.join(map(str, fitting))}.",
+                f"Choose --ep from {', '.join(map(str, fitting))}",
             )
         if self.pp > config.num_hidden_layers:
             raise LayoutError(
                 f"pp={self.pp} is more than num_hidden_layers={config.num_hidden_layers}",
-                f"Choose --pp from 1 to {config.num_hidden_layers}.",
+                f"Choose --pp from 1 to {config.num_hidden_layers}",
             )
 
     def _check_tp(self, config: ModelConfig) -> None:
@@ -282,4 +282,4 @@ def _choices(option: str, *sizes: int) -> str:
     """An instruction that lists the common divisors of `sizes`, the small ones at least."""
     found = _divisors(gcd(*sizes))
     listed = ", ".join(map(str, found[:12])) + (", …" if len(found) > 12 else "")
-    return f"Choose --{option} from {listed}."
+    return f"Choose --{option} from {listed}"

@@ -303,14 +303,14 @@ def _check(config: ModelConfig, layout: Layout, work: Work, utilization: float) 
     for name in ("batch", "context", "chunk", "mtp_depths"):
         if getattr(work, name) < 1:
             raise UserError(
-                f"{name}={getattr(work, name)} is not positive", f"Give --{name.replace('_', '-')} at least 1."
+                f"{name}={getattr(work, name)} is not positive", f"Give --{name.replace('_', '-')} at least 1"
             )
     for name, parts, size in (("dp", layout.dp, work.batch), ("cp", layout.cp, work.context)):
         if size % parts:
             what = "batch" if name == "dp" else "context"
             up = -(-size // parts) * parts
             raise LayoutError(
-                f"{name}={parts} does not divide {what}={size}", f"Give --{what} {up}, or change --{name}."
+                f"{name}={parts} does not divide {what}={size}", f"Give --{what} {up}, or change --{name}"
             )
     if work.context > config.max_position_embeddings:
         raise UserError(

@@ -16,7 +16,7 @@ from glm5.model.cache import Cache
 from glm5.model.glm5 import GLM5
 from glm5.model.sampling import Sampling
 from glm5.model.speculate import SpeculationStats, follow, speculative_step
-from glm5.utils.errors import UserError
+from glm5.utils.errors import ConfigError, UserError
 
 # Prompt tokens per call. Bounds the memory of a long prompt; 1024 to 4096 take the same time on one thread (nano).
 PREFILL_CHUNK = 2048
@@ -67,20 +67,20 @@ def generate(
     ids = _prompt(input_ids)
     cache = model.new_cache(1) if cache is None else cache
     if cache.batch != 1 or cache.uniform is None:
-        raise UserError(f"cache: holds {cache.batch} rows or padding", "generate takes one unpadded sequence")
+        raise UserError(f"cache: holds {cache.batch} rows or padding", "Generate takes one unpadded sequence")
     held, limit = cache.uniform, model.config.max_position_embeddings
     room = limit - held - len(ids)
     if room < 1:
         raise UserError(
             f"a context of {held + len(ids)} tokens leaves no room below max_position_embeddings={limit}",
-            "shorten the prompt, or crop the cache",
+            "Shorten the prompt, or crop the cache",
         )
     if max_new_tokens is not None and not (_is_int(max_new_tokens) and max_new_tokens >= 1):
-        raise UserError(f"max_new_tokens={max_new_tokens}", "must be an integer of at least 1")
+        raise ConfigError("max_new_tokens", max_new_tokens, "must be an integer of at least 1")
     if not (_is_int(speculate) and speculate >= 0):
-        raise UserError(f"speculate={speculate}", "must be an integer of at least 0, which decodes without drafts")
+        raise ConfigError("speculate", speculate, "must be an integer of at least 0, which decodes without drafts")
     if seed is not None and not (_is_int(seed) and -(2**63) <= seed < 2**64):
-        raise UserError(f"seed={seed}", "must be an integer of 64 bits")
+        raise ConfigError("seed", seed, "must be an integer of 64 bits")
     if speculate > 0 and model.config.num_nextn_predict_layers == 0:
         raise UserError(f"speculate={speculate}: this model has no MTP block to draft with", "Use 0")
     seed = secrets.randbits(63) if seed is None else seed
@@ -111,11 +111,11 @@ def _is_int(value: object) -> bool:
 
 def _stops(stop_ids: Iterable[int], vocab_size: int) -> frozenset[int]:
     if not isinstance(stop_ids, Iterable):
-        raise UserError(f"stop_ids={stop_ids}", "give several ids, such as (5,)")
+        raise UserError(f"stop_ids={stop_ids}", "Give several ids, such as (5,)")
     stops = [int(i) if isinstance(i, Tensor) else i for i in stop_ids]
     for i in stops:
         if not _is_int(i) or not 0 <= i < vocab_size:
-            raise UserError(f"stop_ids: {i!r} is no token id", f"ids lie in [0, {vocab_size})")
+            raise UserError(f"stop_ids: {i!r} is no token id", f"Ids lie in [0, {vocab_size})")
     return frozenset(stops)
 
 
@@ -124,13 +124,13 @@ def _prompt(input_ids: Tensor | Sequence[int]) -> list[int]:
         ids = torch.as_tensor(input_ids)
     except (TypeError, ValueError, RuntimeError):  # text, None, an integer of more than 64 bits, ragged rows
         what = f"input_ids: a {type(input_ids).__name__} that holds no token ids"
-        raise UserError(what, "give the integer ids of one sequence") from None
+        raise UserError(what, "Give the integer ids of one sequence") from None
     if ids.ndim == 2 and ids.shape[0] == 1:
         ids = ids[0]
     if ids.ndim != 1 or (ids.numel() and (ids.is_floating_point() or ids.is_complex() or ids.dtype == torch.bool)):
-        raise UserError(f"input_ids: shape {tuple(ids.shape)} of {ids.dtype}", "give the integer ids of one sequence")
+        raise UserError(f"input_ids: shape {tuple(ids.shape)} of {ids.dtype}", "Give the integer ids of one sequence")
     if ids.numel() == 0:
-        raise UserError("the prompt is empty", "give at least one token, such as the beginning-of-text ids")
+        raise UserError("the prompt is empty", "Give at least one token, such as the beginning-of-text ids")
     return ids.tolist()
 
 

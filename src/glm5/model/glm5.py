@@ -27,7 +27,7 @@ from glm5.model.mla import MLA
 from glm5.model.mtp import MTPBlock
 from glm5.model.paged import PagedBatch
 from glm5.model.trace import Aux, Trace
-from glm5.utils.errors import UserError
+from glm5.utils.errors import ConfigError, UserError
 
 
 @dataclass(frozen=True)
@@ -91,7 +91,7 @@ class GLM5(nn.Module):
         """
         if self.config.num_nextn_predict_layers == 0:
             raise UserError(
-                "num_nextn_predict_layers=0: this model has no MTP block", "use depth 0, or a config with one"
+                "num_nextn_predict_layers=0: this model has no MTP block", "Use depth 0, or a config with one"
             )
         return self.model.layers[-1]  # type: ignore[return-value]
 
@@ -141,7 +141,7 @@ class GLM5(nn.Module):
                 slots where one begins, or a cache of another model.
         """
         if logits_to_keep < 0:
-            raise UserError(f"logits_to_keep={logits_to_keep}", "must be at least 0, which keeps all")
+            raise ConfigError("logits_to_keep", logits_to_keep, "must be at least 0, which keeps all")
         hidden = self.hidden(
             input_ids,
             attention_mask=attention_mask,
@@ -340,15 +340,15 @@ class GLM5(nn.Module):
         """The ids as a type that an embedding reads."""
         _check_integers("input_ids", ids)
         if ids.ndim != 2 or 0 in ids.shape:
-            raise UserError(f"input_ids: shape {tuple(ids.shape)}", "give [batch, tokens], both at least 1")
+            raise UserError(f"input_ids: shape {tuple(ids.shape)}", "Give [batch, tokens], both at least 1")
         if ids.device != self.device and (ids.is_meta or ids.device.type == "cpu"):
-            raise UserError(f"input_ids: on {ids.device}, the model on {self.device}", "move them to model.device")
+            raise UserError(f"input_ids: on {ids.device}, the model on {self.device}", "Move them to model.device")
         low, high = ids.aminmax()
         if low < 0 or high >= self.config.vocab_size:
             bad = int(low) if low < 0 else int(high)
             raise UserError(
                 f"input_ids: token id {bad} lies outside the vocabulary [0, {self.config.vocab_size})",
-                "encode the text with this model's own tokenizer",
+                "Encode the text with this model's own tokenizer",
             )
         return ids if ids.dtype in (torch.int32, torch.int64) else ids.long()
 
@@ -361,25 +361,25 @@ class GLM5(nn.Module):
         if slots > self.config.max_position_embeddings:
             raise UserError(
                 f"context of {slots} tokens exceeds max_position_embeddings={self.config.max_position_embeddings}",
-                "shorten the input or crop the cache",
+                "Shorten the input or crop the cache",
             )
         if cache is not None:
             if cache.batch != batch:
-                raise UserError(f"input_ids: {batch} rows for a cache of {cache.batch}", "give one row of ids to each")
+                raise UserError(f"input_ids: {batch} rows for a cache of {cache.batch}", "Give one row of ids to each")
             self._check_cache(cache)
             cache.reserve(slots)
         if documents is not None:
             if cache is not None or attention_mask is not None:
-                raise UserError("documents: cannot be combined with a cache or an attention_mask", "pass one of them")
+                raise UserError("documents: cannot be combined with a cache or an attention_mask", "Pass one of them")
             visible = Visibility.documents(documents)
             position_BT = (visible.last_BT - visible.first_BT).clamp(min=0)
             return Placement(visible, position_BT, None, None, None)
         if attention_mask is not None:
             if not isinstance(attention_mask, Tensor):
-                raise UserError(f"attention_mask: a {type(attention_mask).__name__}", "give a tensor of 0 and 1")
+                raise UserError(f"attention_mask: a {type(attention_mask).__name__}", "Give a tensor of 0 and 1")
             if attention_mask.ndim != 2 or attention_mask.shape[0] != batch or attention_mask.shape[1] < tokens:
                 shape = tuple(attention_mask.shape)
-                raise UserError(f"attention_mask: shape {shape}", f"must be [{batch}, >= {tokens}]")
+                raise UserError(f"attention_mask: shape {shape}", f"It must be [{batch}, >= {tokens}]")
             if bool((attention_mask[:, -tokens:] != 0).all()):
                 attention_mask = None
         if attention_mask is None and (cache is None or cache.uniform is not None):
@@ -410,10 +410,10 @@ class GLM5(nn.Module):
         expected = (step_T >= lead_B[:, None]) & (step_T < (lead_B + real_B)[:, None])
         if bool((expected != real_BT).any()):
             raise UserError(
-                "attention_mask: a row's ones are not one contiguous run", "pad on the left or on the right only"
+                "attention_mask: a row's ones are not one contiguous run", "Pad on the left or on the right only"
             )
         if bool(((lead_B > 0) & (length_B > first_B)).any()):
-            raise UserError("attention_mask: padding before new tokens of a row that already holds tokens", "remove it")
+            raise UserError("attention_mask: padding before new tokens of a row that already holds tokens", "Remove it")
         first_B = first_B + lead_B
         slot_BT = length_B[:, None] + step_T
         last_BT = torch.where(real_BT, slot_BT, -1)
@@ -424,16 +424,16 @@ class GLM5(nn.Module):
 
 def _check_integers(name: str, given: Tensor) -> None:
     if not isinstance(given, Tensor):
-        raise UserError(f"{name}: a {type(given).__name__}", "give a torch tensor of integers, [batch, tokens]")
+        raise UserError(f"{name}: a {type(given).__name__}", "Give a torch tensor of integers, [batch, tokens]")
     if given.is_floating_point() or given.is_complex() or given.dtype == torch.bool:
-        raise UserError(f"{name}: shape {tuple(given.shape)} of {given.dtype}", "give integers, [batch, tokens]")
+        raise UserError(f"{name}: shape {tuple(given.shape)} of {given.dtype}", "Give integers, [batch, tokens]")
 
 
 def _check_documents(documents: Tensor, ids: Tensor) -> None:
     """Each slot begins a document, or goes on with that of the slot before it, or is padding."""
     _check_integers("documents", documents)
     if documents.shape != ids.shape:
-        raise UserError(f"documents: shape {tuple(documents.shape)} for ids of {tuple(ids.shape)}", "give one a token")
+        raise UserError(f"documents: shape {tuple(documents.shape)} for ids of {tuple(ids.shape)}", "Give one a token")
     slot_T = torch.arange(ids.shape[1], device=documents.device)
     fits = documents >= slot_T  # begins here, or padding
     fits[:, 1:] |= (documents[:, 1:] == documents[:, :-1]) & (documents[:, :-1] < slot_T[1:])
@@ -441,7 +441,7 @@ def _check_documents(documents: Tensor, ids: Tensor) -> None:
         row, slot = (~fits).nonzero()[0].tolist()
         raise UserError(
             f"documents: {int(documents[row, slot])} in row {row}, slot {slot}, where no document begins or goes on",
-            "give the slot where each token's document begins (not its number), and one past its own for padding",
+            "Give the slot where each token's document begins (not its number), and one past its own for padding",
         )
 
 

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from glm5.model.noise import exponentials, noise_key
-from glm5.utils.errors import NumericalError, UserError
+from glm5.utils.errors import ConfigError, NumericalError, UserError
 
 PREFIX = 1024  # the most probable ids of a row that are sorted at first
 MASS = 2**40  # probability 1 as an integer
@@ -43,10 +43,10 @@ class Sampling:
     def __post_init__(self) -> None:
         for name in ("temperature", "top_p", "min_p"):
             if isinstance(getattr(self, name), bool) or not isinstance(getattr(self, name), int | float):
-                raise UserError(f"{name}={getattr(self, name)!r}", "must be a number")
+                raise ConfigError(name, getattr(self, name), "must be a number")
         for name in ("top_k", "vocab_size"):
             if not (isinstance(getattr(self, name), int) or (name == "vocab_size" and self.vocab_size is None)):
-                raise UserError(f"{name}={getattr(self, name)!r}", "must be an integer")
+                raise ConfigError(name, getattr(self, name), "must be an integer")
         ranges = {
             "temperature": (0 <= self.temperature < float("inf"), "must be finite and at least 0"),
             "top_p": (0 < self.top_p <= 1, "must lie in (0, 1]"),

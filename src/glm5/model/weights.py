@@ -148,7 +148,7 @@ def _read_config(path: Path, changes: Mapping[str, Any]) -> ModelConfig:
 def _check_dtype(dtype: torch.dtype | str) -> torch.dtype:
     found = _DTYPES.get(str(dtype).removeprefix("torch."))
     if found is None:
-        raise UserError(f"dtype={dtype!s}", f"must be one of {', '.join(_DTYPES)}")
+        raise ConfigError("dtype", str(dtype), f"must be one of {', '.join(_DTYPES)}")
     return found
 
 
@@ -407,7 +407,7 @@ def save_model(
         FileError: the disk is full, read-only, and so on; what was there is untouched.
     """
     if not max_shard_bytes > 0:
-        raise UserError(f"max_shard_bytes={max_shard_bytes}", "must be positive")
+        raise ConfigError("max_shard_bytes", max_shard_bytes, "must be positive")
     path = make_directory(path)
     _refuse_to_replace(path, overwrite)
     tensors = dict(disk_tensors(model))

@@ -65,7 +65,7 @@ def conversation_from_row(row: Mapping[str, Any], number: int) -> Conversation:
         raise DataError(what, "Add one with content, thinking or calls, or give one a weight of 1")
     clear = row.get("clear_thinking")
     if clear is not None and not isinstance(clear, bool):
-        raise DataError(f"clear_thinking: {clear!r}", "must be true or false")
+        raise DataError(f"clear_thinking: {clear!r}", "It must be true or false")
     return Conversation(tuple(messages), tools_from_openai(row.get("tools")), clear, number)
 
 
@@ -83,7 +83,7 @@ def _with_thinking(message: Message, raw: Mapping[str, Any], where: str) -> Mess
     if flag is None:
         return message
     if message.role != "assistant" or not isinstance(flag, bool):
-        raise DataError(f"{where}.thinking: {flag!r}", "must be true or false, and of an assistant's message")
+        raise DataError(f"{where}.thinking: {flag!r}", "It must be true or false, and of an assistant's message")
     if flag and message.reasoning is None:
         raise DataError(f"{where}.thinking: true, without any thinking", "Give reasoning_content, or set it to false")
     return message if flag else replace(message, reasoning=None)

@@ -90,7 +90,7 @@ def general_row(row: Mapping[str, Any], number: int) -> Prompt:
     for name in ("rubrics", "anchors"):
         given = own.get(name, [])
         if not isinstance(given, list) or not all(isinstance(text, str) and text.strip() for text in given):
-            raise DataError(f"{name}: {given!r}", "must be a list of texts")
+            raise DataError(f"{name}: {given!r}", "It must be a list of texts")
     for name in own.get("rubrics", []):
         load_rubric(name)
     plain = {name: value for name, value in row.items() if name not in OWN}
@@ -98,7 +98,7 @@ def general_row(row: Mapping[str, Any], number: int) -> Prompt:
         raise DataError("verifier, answer: one without the other", "Give both, or neither")
     info = plain.get("info", {})
     if not isinstance(info, dict) or GENERAL in info:
-        raise DataError(f"info: {info!r}", f"must be an object without {GENERAL!r}")
+        raise DataError(f"info: {info!r}", f"It must be an object without {GENERAL!r}")
     return prompt_from_row({"verifier": RULES, "answer": {}, **plain, "info": {**info, GENERAL: own}}, number)
 
 

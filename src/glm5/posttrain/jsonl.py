@@ -75,7 +75,7 @@ def asked(row: Mapping[str, Any]) -> list[Message]:
     """
     given = row.get("prompt")
     if not given or not isinstance(given, str | list):
-        raise DataError(f"prompt: {given!r}", "must be a text, or a list of messages")
+        raise DataError(f"prompt: {given!r}", "It must be a text, or a list of messages")
     messages = messages_of([{"role": "user", "content": given}] if isinstance(given, str) else given, "prompt")
     if messages[-1].role not in ("user", "tool"):
         raise DataError(f"prompt: ends with a message of role {messages[-1].role}", "End with what is to be answered")

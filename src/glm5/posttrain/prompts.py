@@ -84,25 +84,25 @@ def prompt_from_row(row: Mapping[str, Any], number: int) -> Prompt:
             raise DataError(f"{name}: no such field", f"The fields are {', '.join(FIELDS)}")
     for name in ("verifier", "domain"):
         if not isinstance(row.get(name), str) or not row[name]:
-            raise DataError(f"{name}: {row[name]!r}" if name in row else f"{name}: missing", "must be a name")
+            raise DataError(f"{name}: {row[name]!r}" if name in row else f"{name}: missing", "It must be a name")
     if row.get("answer") is None:
         raise DataError("answer: missing", "Give what the verifier compares with")
     messages = tuple(asked(row))
     info = row.get("info", {})
     if not isinstance(info, dict):
-        raise DataError(f"info: {info!r}", "must be an object")
+        raise DataError(f"info: {info!r}", "It must be an object")
     id = row.get("id", "")
     if not isinstance(id, str):
-        raise DataError(f"id: {id!r}", "must be a string")
+        raise DataError(f"id: {id!r}", "It must be a string")
     if not id:
         content = json.dumps([row.get("prompt"), row["answer"], row["verifier"], info], sort_keys=True)
         id = hashlib.sha256(content.encode()).hexdigest()[:16]
     rates = row.get("pass_rate", {})
     if not isinstance(rates, dict) or not rates.keys() <= {"weak", "strong"}:
-        raise DataError(f"pass_rate: {rates!r}", 'must be an object with "weak" and "strong"')
+        raise DataError(f"pass_rate: {rates!r}", 'It must be an object with "weak" and "strong"')
     for name, rate in rates.items():
         if isinstance(rate, bool) or not isinstance(rate, int | float) or not 0 <= rate <= 1:
-            raise DataError(f"pass_rate.{name}: {rate!r}", "must be a number in [0, 1]")
+            raise DataError(f"pass_rate.{name}: {rate!r}", "It must be a number in [0, 1]")
     tools = tools_from_openai(row.get("tools"))
     return Prompt(
         id, messages, row["answer"], row["verifier"], row["domain"], tools, info, rates.get("weak"), rates.get("strong")

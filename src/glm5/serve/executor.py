@@ -118,13 +118,15 @@ class Executor:
         options: dict[str, Any] = dict(size=page_size, draft=config.drafts > 0, device=model.device, dtype=model.dtype)
         options["fp8"] = fp8
         self.pages = config.pages
+        if self.pages < 0:
+            raise ConfigError("pages", self.pages, "must be at least 0, which is as many as memory_gib holds")
         if config.max_running < 1:
             raise ConfigError("max_running", config.max_running, "must be at least 1")
         if self.pages == 0:
             one = PagedCache(model.config, 1, **options).nbytes_per_page()
             self.pages = min(int(config.memory_gib * 2**30 // one), config.max_running * -(-context // page_size))
         if self.pages < 1:
-            raise ConfigError("memory_gib", config.memory_gib, "holds no page")
+            raise ConfigError("memory_gib", config.memory_gib, "holds no page: give more, or a number of pages")
         self._new_graphs = new_graphs
         spare = self._recorder() is not None  # a page that is nobody's, for padding
         self.cache = new_pages(model.config, self.pages + spare, config.host_pages, **options)

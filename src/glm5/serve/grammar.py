@@ -53,21 +53,21 @@ class GrammarCompiler:
         """Raises: UserError: the constraint cannot be read, or is too large. It names the field."""
         what = constraint.name
         if len(constraint.text) > LONGEST:
-            raise UserError(f"{what}: {len(constraint.text)} characters", f"give at most {LONGEST}")
+            raise UserError(f"{what}: {len(constraint.text)} characters", f"Give at most {LONGEST}")
         try:
             source = self._source(constraint)
         except (ValueError, RecursionError) as error:
-            raise UserError(f"{what}: {error}", "give one that can be read") from error
+            raise UserError(f"{what}: {error}", "Give one that can be read") from error
         matcher = self._library.LLMatcher(self._vocabulary, source, log_level=0, limits=self._limits)
         if not matcher.is_error():
             matcher.compute_bitmask()  # what is too large shows here at the latest
         if matcher.is_error():
-            raise UserError(f"{what}: {_first_line(matcher.get_error())}", "mend or simplify it")
+            raise UserError(f"{what}: {_first_line(matcher.get_error())}", "Mend or simplify it")
         grammar = Grammar(matcher, self._tokenizer)
         first = grammar.matcher()
         ids = first.allowed().nonzero()[0]
         if len(ids) and not first.advance(int(ids[0])):  # what the lexer gave up on shows only here
-            raise UserError(f"{what}: {first.error}", "mend or simplify it")
+            raise UserError(f"{what}: {first.error}", "Mend or simplify it")
         return grammar
 
     def _source(self, constraint: Constraint) -> str:

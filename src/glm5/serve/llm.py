@@ -53,7 +53,7 @@ class LLM:
         unknown = settings.keys() - EngineConfig.__dataclass_fields__.keys()
         if unknown:
             raise UserError(
-                f"{sorted(unknown)[0]}: no such setting", f"known: {', '.join(EngineConfig.__annotations__)}"
+                f"{sorted(unknown)[0]}: no such setting", f"Known: {', '.join(EngineConfig.__annotations__)}"
             )
         self.tokenizer: Tokenizer = load_tokenizer(path)
         model = load_model(path, device=resolve_device(device), dtype=dtype)
@@ -80,10 +80,10 @@ class LLM:
             UserError: a prompt or setting cannot be served; nothing has run then.
         """
         if isinstance(prompts, str):
-            raise UserError("prompts: one text", "give a list of prompts")
+            raise UserError("prompts: one text", "Give a list of prompts")
         each = [params or SamplingParams()] * len(prompts) if not isinstance(params, Sequence) else params
         if len(each) != len(prompts):
-            raise UserError(f"params: {len(each)} for {len(prompts)} prompts", "give one for all, or one for each")
+            raise UserError(f"params: {len(each)} for {len(prompts)} prompts", "Give one for all, or one for each")
         requests = [Request(self._ids(prompt), p) for prompt, p in zip(prompts, each, strict=True)]
         answers = {request.rid: [Answer() for _ in range(request.params.n)] for request in requests}
         added: list[str] = []

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
-from glm5.utils.errors import UserError
+from glm5.utils.errors import ConfigError, UserError
 
 Form = Literal["json", "json_schema", "regex", "ebnf", "tools"]
 FinishType = Literal["stop", "length", "abort", "error"]
@@ -196,14 +196,14 @@ def check(request: Request, *, vocab_size: int, context: int) -> None:
     """
     p, ids = request.params, request.input_ids
     if len(ids) == 0:
-        raise UserError("input_ids: empty", "give at least one token")
+        raise UserError("the prompt is empty", "Give at least one token")
     # In three passes at C's speed: a session's prompt is looked at in each of its turns.
     if {*map(type, ids)} != {int} or min(ids) < 0 or max(ids) >= vocab_size:
         bad = next((i for i in ids if not _is_int(i) or not 0 <= i < vocab_size), None)
         if bad is not None:
-            raise UserError(f"input_ids: {bad!r} is no token id", f"ids lie in [0, {vocab_size})")
+            raise UserError(f"{bad!r} in the prompt is no token id", f"Ids lie in [0, {vocab_size})")
     if len(ids) >= context:
-        raise UserError(f"a prompt of {len(ids)} tokens leaves no room in a context of {context}", "shorten the prompt")
+        raise UserError(f"a prompt of {len(ids)} tokens leaves no room in a context of {context}", "Shorten the prompt")
     numbers = {
         "temperature": (0, 100.0),
         "min_p": (0, 1),
@@ -213,11 +213,11 @@ def check(request: Request, *, vocab_size: int, context: int) -> None:
     for name, (low, high) in numbers.items():
         value = getattr(p, name)
         if not _is_number(value) or not low <= value <= high:
-            raise UserError(f"{name}={value!r}", f"must be a number in [{low}, {high}]")
+            raise ConfigError(name, value, f"must be a number in [{low}, {high}]")
     if not _is_number(p.top_p) or not 0 < p.top_p <= 1:
-        raise UserError(f"top_p={p.top_p!r}", "must be a number in (0, 1]")
+        raise ConfigError("top_p", p.top_p, "must be a number in (0, 1]")
     if not _is_number(p.repetition_penalty) or not 0 < p.repetition_penalty <= 10:
-        raise UserError(f"repetition_penalty={p.repetition_penalty!r}", "must be a number in (0, 10]; 1 is none")
+        raise ConfigError("repetition_penalty", p.repetition_penalty, "must be a number in (0, 10]; 1 is none")
     integers: dict[str, tuple[int, int | None, bool]] = {
         "max_new_tokens": (1, None, True),
         "min_new_tokens": (0, None, False),
@@ -233,16 +233,17 @@ def check(request: Request, *, vocab_size: int, context: int) -> None:
         if value is None and optional:
             continue
         if not _is_int(value) or value < least or (most is not None and value > most):
-            raise UserError(f"{name}={value!r}", f"must be an integer of at least {least}, at most {most or 'any'}")
+            rule = f"must be an integer of at least {least}"
+            raise ConfigError(name, value, rule if most is None else f"{rule}, at most {most}")
     for name in ("stop_token_ids", "logit_bias"):
         for i in getattr(p, name):
             if not _is_int(i) or not 0 <= i < vocab_size:
-                raise UserError(f"{name}: {i!r} is no token id", f"ids lie in [0, {vocab_size})")
+                raise UserError(f"{name}: {i!r} is no token id", f"Ids lie in [0, {vocab_size})")
     for i, value in p.logit_bias.items():
         if not _is_number(value) or not -1000 <= value <= 1000:
-            raise UserError(f"logit_bias[{i}]={value!r}", "must be a number in [-1000, 1000]")
-    if any(not isinstance(s, str) or not s for s in p.stop):
-        raise UserError(f"stop={p.stop!r}", "must be strings of at least one character")
+            raise ConfigError(f"logit_bias[{i}]", value, "must be a number in [-1000, 1000]")
+    if isinstance(p.stop, str) or any(not isinstance(s, str) or not s for s in p.stop):
+        raise ConfigError("stop", p.stop, "must be a tuple of strings of at least one character each")
 
 
 def _is_int(value: object) -> bool:

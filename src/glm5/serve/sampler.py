@@ -105,9 +105,9 @@ class Sampler:
             UserError: it names the field.
         """
         if self.tokenizer is None and (params.stop or params.constraint or params.thinking_budget is not None):
-            raise UserError("stop, constraint and thinking_budget need text", "start the engine with a tokenizer")
+            raise UserError("stop, constraint and thinking_budget need text", "Start the engine with a tokenizer")
         if params.thinking_budget is not None and self._marks.end_think is None:
-            raise UserError("thinking_budget: the tokenizer has no </think>", "use a GLM tokenizer")
+            raise UserError("thinking_budget: the tokenizer has no </think>", "Use a GLM tokenizer")
         if params.constraint is not None:
             self._grammar(params.constraint)
 

@@ -92,14 +92,14 @@ class Scheduler:
             UserError: its name is in use, or it could never fit into the pages.
         """
         if request.rid in self._alive or request.rid in self.leases:
-            raise UserError(f"rid={request.rid!r}: a request of this name is alive", "give each request its own rid")
+            raise UserError(f"rid={request.rid!r}: a request of this name is alive", "Give each request its own rid")
         prompt, new = len(request.input_ids), request.params.max_new_tokens
         limit = self.context if new is None else min(self.context, prompt + new)
         size, pages = self.pool.page_size, self.pool.device.count
         if self.pool.pages_for(limit - 1) > pages:  # the last id needs no slot
             room = pages * size + 1 - prompt
             what = f"a prompt of {prompt} tokens and max_new_tokens={new} need {self.pool.pages_for(limit - 1)} pages"
-            mend = f"set max_new_tokens to at most {room}" if room > 0 else f"shorten the prompt below {pages * size}"
+            mend = f"Set max_new_tokens to at most {room}" if room > 0 else f"Shorten the prompt below {pages * size}"
             raise UserError(f"{what} of {size} tokens, and there are {pages}", mend)
         serial = next(self._serial)
         first, *others = answers = [

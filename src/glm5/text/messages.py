@@ -81,7 +81,7 @@ def messages_from_openai(raw: object, where: str = "messages") -> list[Message]:
         DataError: names the field, its value and the mend.
     """
     if not isinstance(raw, list | tuple) or not raw:
-        raise DataError(f"{where}: {_shown(raw)}", "give a list of at least one message")
+        raise DataError(f"{where}: {_shown(raw)}", "Give a list of at least one message")
     return [_message(item, f"{where}[{index}]") for index, item in enumerate(raw)]
 
 
@@ -94,12 +94,13 @@ def tools_from_openai(raw: object) -> tuple[Tool, ...]:
     if raw is None:
         return ()
     if not isinstance(raw, list | tuple):
-        raise DataError(f"tools: {_shown(raw)}", "give a list of tools")
+        raise DataError(f"tools: {_shown(raw)}", "Give a list of tools")
     tools = tuple(_tool(item, f"tools[{index}]") for index, item in enumerate(raw))
-    names = [tool.name for tool in tools]
-    for index, name in enumerate(names):
-        if name in names[:index]:
-            raise DataError(f"tools[{index}].function.name: {name!r} is there twice", "give each tool its own name")
+    names = set[str]()
+    for index, tool in enumerate(tools):
+        if tool.name in names:
+            raise DataError(f"tools[{index}].function.name: {tool.name!r} is there twice", "Give each tool its own name")
+        names.add(tool.name)
     return tools
 
 
@@ -119,10 +120,10 @@ def _message(raw: object, where: str) -> Message:
     content = _content(item.get("content"), f"{where}.content")
     calls = item.get("tool_calls") or ()
     if not isinstance(calls, list | tuple):
-        raise DataError(f"{where}.tool_calls: {_shown(calls)}", "must be a list")
+        raise DataError(f"{where}.tool_calls: {_shown(calls)}", "It must be a list")
     if role != "assistant":
         if calls:
-            raise DataError(f"{where}.tool_calls: a message of role {role} has calls", "only an assistant calls tools")
+            raise DataError(f"{where}.tool_calls: a message of role {role} has calls", "Only an assistant calls tools")
         call_id = _optional_text(item, "tool_call_id", where) if role == "tool" else None
         return Message(cast(Role, ROLES[role]), content, tool_call_id=call_id or "")
     trained, unlearned = _weight(item.get("weight", 1), f"{where}.weight")
@@ -130,7 +131,7 @@ def _message(raw: object, where: str) -> Message:
     if reasoning is None:
         reasoning = other
     elif other is not None and other != reasoning:
-        raise DataError(f"{where}: reasoning_content and reasoning differ", "give one of them")
+        raise DataError(f"{where}: reasoning_content and reasoning differ", "Give one of them")
     if reasoning is None:
         reasoning, content = split_thinking(content)
     made = tuple(_call(call, f"{where}.tool_calls[{index}]") for index, call in enumerate(calls))
@@ -146,11 +147,13 @@ def _weight(raw: object, where: str) -> tuple[bool, frozenset[Segment]]:
         if name not in _SEGMENTS:
             raise DataError(f"{where}: {_shown(name)} is no segment", f"The segments are {', '.join(_SEGMENTS)}")
         if value not in (0, 1):
-            raise DataError(f"{where}.{name}: {_shown(value)}", "must be 0 (not trained on) or 1")
+            raise DataError(f"{where}.{name}: {_shown(value)}", "It must be 0 (not trained on) or 1")
     if isinstance(raw, Mapping):
         return True, frozenset(_SEGMENTS[name] for name, value in raw.items() if not value)
     if raw not in (0, 1):
-        raise DataError(f"{where}: {_shown(raw)}", "must be 0 (not trained on) or 1, or an object of them by segment")
+        raise DataError(
+            f"{where}: {_shown(raw)}", "It must be 0 (not trained on) or 1, or an object of them by segment"
+        )
     return bool(raw), frozenset()
 
 
@@ -160,7 +163,7 @@ def _content(raw: object, where: str) -> str:
     if isinstance(raw, str):
         return _text(raw, where)
     if not isinstance(raw, list | tuple):
-        raise DataError(f"{where}: {_shown(raw)}", "must be a string, null, or a list of text parts")
+        raise DataError(f"{where}: {_shown(raw)}", "It must be a string, null, or a list of text parts")
     parts = []
     for index, part in enumerate(raw):
         place = f"{where}[{index}]"
@@ -169,7 +172,7 @@ def _content(raw: object, where: str) -> str:
             continue
         kind = _mapping(part, place).get("type")
         if kind != "text":
-            raise DataError(f"{place}.type: {_shown(kind)}", 'must be "text": the model reads nothing else')
+            raise DataError(f"{place}.type: {_shown(kind)}", 'It must be "text": the model reads nothing else')
         parts.append(_text(part.get("text"), f"{place}.text"))
     return "".join(parts)
 
@@ -184,9 +187,9 @@ def _call(raw: object, where: str) -> ToolCall:
             # A call without arguments is sent as an empty string by some clients.
             arguments = json.loads(arguments or "{}", parse_constant=_no_constant)
         except (ValueError, RecursionError) as error:
-            raise DataError(f"{place}: not JSON: {error}", "send the arguments as one JSON object") from error
+            raise DataError(f"{place}: not JSON: {error}", "Send the arguments as one JSON object") from error
     if not isinstance(arguments, Mapping):
-        raise DataError(f"{place}: {_shown(arguments)}", "must be a JSON object, or a string that holds one")
+        raise DataError(f"{place}: {_shown(arguments)}", "It must be a JSON object, or a string that holds one")
     _check_json(arguments, place)
     return ToolCall(name, arguments, _optional_text(item, "id", where) or "")
 
@@ -194,7 +197,7 @@ def _call(raw: object, where: str) -> ToolCall:
 def _tool(raw: object, where: str) -> Tool:
     item = _mapping(raw, where)
     if item.get("type") != "function":
-        raise DataError(f"{where}.type: {_shown(item.get('type'))}", 'must be "function"')
+        raise DataError(f"{where}.type: {_shown(item.get('type'))}", 'It must be "function"')
     function = _mapping(item.get("function"), f"{where}.function")
     name = _name(function.get("name"), f"{where}.function.name")
     parameters = function.get("parameters")
@@ -205,14 +208,14 @@ def _tool(raw: object, where: str) -> Tool:
 
 def _mapping(raw: object, where: str) -> Mapping[str, Any]:
     if not isinstance(raw, Mapping):
-        raise DataError(f"{where}: {_shown(raw)}", "must be an object")
+        raise DataError(f"{where}: {_shown(raw)}", "It must be an object")
     return raw
 
 
 def _name(raw: object, where: str) -> str:
     name = _text(raw, where)
     if not name or name != name.strip():
-        raise DataError(f"{where}: {_shown(raw)}", "must be a name, without blanks around it")
+        raise DataError(f"{where}: {_shown(raw)}", "It must be a name, without blanks around it")
     return name
 
 
@@ -223,11 +226,11 @@ def _optional_text(item: Mapping[str, Any], name: str, where: str) -> str | None
 
 def _text(raw: object, where: str) -> str:
     if not isinstance(raw, str):
-        raise DataError(f"{where}: {_shown(raw)}", "must be a string")
+        raise DataError(f"{where}: {_shown(raw)}", "It must be a string")
     try:
         raw.encode()
     except UnicodeEncodeError as error:
-        raise DataError(f"{where}: a lone surrogate at character {error.start}", "send Unicode text") from error
+        raise DataError(f"{where}: a lone surrogate at character {error.start}", "Send Unicode text") from error
     return raw
 
 
@@ -236,9 +239,9 @@ def _check_json(value: object, where: str) -> None:
     try:
         json.dumps(value, ensure_ascii=False, allow_nan=False).encode()
     except UnicodeEncodeError as error:
-        raise DataError(f"{where}: a string in it has a lone surrogate", "send Unicode text") from error
+        raise DataError(f"{where}: a string in it has a lone surrogate", "Send Unicode text") from error
     except (TypeError, ValueError, RecursionError) as error:
-        raise DataError(f"{where}: cannot be written as JSON: {error}", "send plain JSON values") from error
+        raise DataError(f"{where}: cannot be written as JSON: {error}", "Send plain JSON values") from error
 
 
 def _no_constant(name: str) -> None:

@@ -90,7 +90,7 @@ def _example(row: Mapping[str, Any], kind: Kind, tokenizer: Tokenizer, low: floa
         return Example(texts)
     score = row.get("score")
     if isinstance(score, bool) or not isinstance(score, int | float) or not low <= score <= high:
-        raise DataError(f"score: {score!r}", f"must be a number in [{low:g}, {high:g}], or give --score-range")
+        raise DataError(f"score: {score!r}", f"It must be a number in [{low:g}, {high:g}], or give --score-range")
     return Example(texts, (score - low) / (high - low))
 
 
@@ -99,7 +99,7 @@ def _answer(row: Mapping[str, Any], name: str) -> str:
     if isinstance(given, dict) and given.get("role") == "assistant":
         given = given.get("content")
     if not isinstance(given, str) or not given.strip():
-        raise DataError(f"{name}: {given!r}", "must be a text, or an assistant's message with content")
+        raise DataError(f"{name}: {given!r}", "It must be a text, or an assistant's message with content")
     return given
 
 

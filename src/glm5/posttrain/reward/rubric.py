@@ -71,18 +71,18 @@ def _rubric(name: str, given: dict[str, Any]) -> Rubric:
     _only(given, ("aim", "weight", "criteria"), "")
     aim, rows = given.get("aim"), given.get("criteria")
     if not isinstance(aim, str) or not aim.strip():
-        raise DataError(f"aim: {aim!r}", "must say what the rubric is about")
+        raise DataError(f"aim: {aim!r}", "It must say what the rubric is about")
     if not isinstance(rows, list) or not rows:
         raise DataError("criteria: none", "Give at least one [[criteria]]")
     weight, criteria = _weight(given, "weight"), []
     for place, row in enumerate(rows):
         where = f"criteria[{place}]."
         if not isinstance(row, dict):
-            raise DataError(f"{where[:-1]}: {row!r}", "must be a table: [[criteria]]")
+            raise DataError(f"{where[:-1]}: {row!r}", "It must be a table: [[criteria]]")
         _only(row, ("name", "question", "weight"), where)
         for field in ("name", "question"):
             if not isinstance(row.get(field), str) or not row[field].strip():
-                raise DataError(f"{where}{field}: {row.get(field)!r}", "must be a text")
+                raise DataError(f"{where}{field}: {row.get(field)!r}", "It must be a text")
         criteria.append(
             Criterion(row["name"], " ".join(row["question"].split()), weight * _weight(row, where + "weight"))
         )
@@ -98,7 +98,7 @@ def _only(given: dict[str, Any], fields: Sequence[str], where: str) -> None:
 def _weight(given: dict[str, Any], where: str) -> float:
     weight = given.get("weight", 1.0)
     if isinstance(weight, bool) or not isinstance(weight, int | float) or not 0 < weight < float("inf"):
-        raise DataError(f"{where}: {weight!r}", "must be above 0")
+        raise DataError(f"{where}: {weight!r}", "It must be above 0")
     return float(weight)
 
 

@@ -136,13 +136,13 @@ def require_rules(rules: Any) -> dict[str, Any]:
         DataError: it is no object, a rule is not known, or its value makes no sense.
     """
     if not isinstance(rules, dict):
-        raise DataError(f"rules: {rules!r}", 'must be an object, as {"max_words": 40}')
+        raise DataError(f"rules: {rules!r}", 'It must be an object, as {"max_words": 40}')
     for name, value in rules.items():
         if name not in RULES:
             near = difflib.get_close_matches(name, RULES, n=1)
             raise DataError(f"rules.{name}: no such rule", f"Did you mean {near[0]}?" if near else ", ".join(RULES))
         if not RULES[name].valid(value):
-            raise DataError(f"rules.{name}: {value!r}", f"must be {RULES[name].values}")
+            raise DataError(f"rules.{name}: {value!r}", f"It must be {RULES[name].values}")
     return rules
 
 

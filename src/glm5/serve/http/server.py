@@ -24,7 +24,7 @@ from glm5.serve.http.metrics import Metrics
 from glm5.serve.request import Delta, Request, check
 from glm5.text.chat import render
 from glm5.text.messages import Message, Tool
-from glm5.utils.errors import UserError
+from glm5.utils.errors import ConfigError, UserError
 
 T = TypeVar("T")
 Events = AsyncGenerator[bytes, None]  # server-sent events
@@ -64,13 +64,13 @@ class HttpOptions:
         above = "max_body_bytes head_timeout_s body_timeout_s request_timeout_s probe_timeout_s max_requests"
         for name in above.split():
             if not getattr(self, name) > 0:
-                raise UserError(f"{name}={getattr(self, name)!r}", "must be above 0")
+                raise ConfigError(name, getattr(self, name), "must be above 0")
         if not 0 <= self.port < 65536:
-            raise UserError(f"port={self.port!r}", "must lie in [0, 65535]")
+            raise ConfigError("port", self.port, "must lie in [0, 65535]")
         if not self.drain_s >= 0:
-            raise UserError(f"drain_s={self.drain_s!r}", "must be at least 0")
+            raise ConfigError("drain_s", self.drain_s, "must be at least 0")
         if self.api_key is not None and not self.api_key:
-            raise UserError("api_key is empty", "give a key, or leave it out to let everyone in")
+            raise UserError("api_key is empty", "Give a key, or leave it out to let everyone in")
 
 
 class Server:
