@@ -20,7 +20,7 @@ from glm5.train.loop import Trainer
 from glm5.train.midtrain import MidtrainConfig, Stage, midtrain, report_stages
 from glm5.train.pretrain import pretrain
 from glm5.train.schedule import BatchWarmup, LearningRate
-from glm5.utils.errors import ConfigError
+from glm5.utils.errors import ConfigError, FileError
 from glm5.utils.runlog import read_metrics
 from support.ranks import as_launched, run_ranks
 
@@ -173,4 +173,7 @@ def test_contradictions(dense: Path, tmp_path: Path) -> None:
         ConfigError, match=r"stages\.0\.train\.stage='sparse': this model attends densely: give 'pretrain'"
     ):
         midtrain(config(dense, tmp_path / "run", stages=(sparse,)), lambda _: None)
+    lost = replace(one, corpora=(str(tmp_path / "nowhere"),))
+    with pytest.raises(FileError, match="nowhere"):
+        midtrain(config(dense, tmp_path / "run", stages=(lost,)), lambda _: None)
     assert not (tmp_path / "run").exists()

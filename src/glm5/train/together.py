@@ -31,6 +31,7 @@ from glm5.utils.config_io import to_dict
 from glm5.utils.devices import resolve_device
 from glm5.utils.errors import ConfigError
 from glm5.utils.files import exclusive, read_json, require_writable, sha256_file, write_json
+from glm5.utils.runlog import CONFIG
 
 # Fields that a resumed run may change: how the work is divided decides nothing that is computed.
 MESH_MAY_DIFFER = {"mesh", "gather_once", "prefetch", "by_heads", "restarts", "hang_seconds"}
@@ -156,7 +157,7 @@ def together(config: ProcessConfig, run: Path, model: ModelConfig) -> Iterator[W
 def claimed(run: Path, name: str, ranks: Ranks) -> Iterator[None]:
     """Hold a run's directory, made if missing, by the lock file `name`, on the main rank.
 
-    What fails while nothing is in it but the lock and empty directories leaves nothing behind.
+    What fails while nothing is in it but the lock, what was asked for and empty directories leaves nothing behind.
 
     Raises:
         FileError: it cannot be written, or another process holds it.
@@ -174,10 +175,13 @@ def claimed(run: Path, name: str, ranks: Ranks) -> Iterator[None]:
 
 
 def _leave(run: Path, name: str, made: list[Path]) -> None:
-    """Remove a run's directory that was made for it if it holds nothing but its lock, with parents that were, too."""
-    if not made or [path for path in run.rglob("*") if not path.is_dir()] != [run / name]:
+    """Remove a run's directory that was made for it if it holds no more than its lock and what was asked for, with
+    parents that were, too."""
+    files = [path for path in run.rglob("*") if not path.is_dir()]
+    if not made or not {run / name, run / CONFIG, run / "weights.json"}.issuperset(files):
         return
-    (run / name).unlink()
+    for path in files:
+        path.unlink()
     below = sorted((path for path in run.rglob("*")), key=lambda p: -len(p.parts))
     with suppress(OSError):
         for path in (*below, *made):
