@@ -8,9 +8,10 @@
 
 Loss of a pair (Bradley and Terry): -log sigmoid(v(chosen) - v(rejected)), with a small term that keeps the two values'
 sum near 0; of a point: cross-entropy of sigmoid(v) against the score. Sums, divided once by the batch, so that the
-gradient does not depend on micro-batches. Which rows a step reads is a function of its number. Indexers, MTP block and
-the language model's head rest. The report gives no detail: rates, steps and the rest are our defaults. Read next:
-`model`, `data`, `glm5.train.drive`.
+gradient does not depend on micro-batches. Which rows a step reads is a function of its number; on several ranks, each
+with the whole model, they share these rows out and add their gradients up. Indexers, MTP block and the language model's
+head rest. The report gives no detail: rates, steps and the rest are our defaults. Read next: `model`, `data`,
+`glm5.train.drive`.
 """
 
 from __future__ import annotations
@@ -29,6 +30,7 @@ from torch import Tensor
 from glm5.data.mixing import order_of
 from glm5.model.config import ModelConfig
 from glm5.model.weights import load_model
+from glm5.parallel.mesh import Mesh
 from glm5.posttrain.reward.data import Example, Kind, digest, read_examples
 from glm5.posttrain.reward.model import RewardModel
 from glm5.posttrain.update import freeze_indexers
@@ -40,20 +42,27 @@ from glm5.train.prepare import Say
 from glm5.train.random_state import seed_random_state
 from glm5.train.ranks import Ranks
 from glm5.train.schedule import LearningRate
-from glm5.train.together import keep_weights
+from glm5.train.together import (
+    MESH_MAY_DIFFER,
+    ProcessConfig,
+    check_weights,
+    claimed,
+    keep_weights,
+    settled,
+    together,
+)
 from glm5.utils.config_io import to_dict
-from glm5.utils.devices import resolve_device
 from glm5.utils.errors import CheckpointError, ConfigError, DataError, NumericalError
-from glm5.utils.files import exclusive, read_json, require_writable, write_json
+from glm5.utils.files import read_json, write_json
 from glm5.utils.runlog import CONFIG, refuse_changes
 
 # What a resumed run may change: where things lie, how much is measured and how often, how fast things are done.
-MAY_DIFFER = {"run", "checkpoint", "held_out", "eval_every", "save_every", "keep", "dry_run"}
+MAY_DIFFER = {"run", "checkpoint", "held_out", "eval_every", "save_every", "keep", "dry_run", *MESH_MAY_DIFFER}
 CALIBRATED_ON = 512  # rows whose values give a pairwise model its centre and scale
 
 
 @dataclass(frozen=True)
-class RewardModelConfig:
+class RewardModelConfig(ProcessConfig):
     """Train an outcome reward model."""
 
     checkpoint: str = ""
@@ -86,8 +95,6 @@ class RewardModelConfig:
     """Largest global gradient norm."""
     centring: float = 0.01
     """Weight of the square of the two values' sum, which pairs alone leave undetermined."""
-    device: str = "auto"
-    """cpu, cuda or cuda:N; auto is a GPU where there is one."""
     seed: int = 0
     """Of the rows' order and the head's first weights."""
     eval_every: int = 50
@@ -100,6 +107,10 @@ class RewardModelConfig:
     """Read and check the rows, print what training would be, and keep nothing."""
 
     def __post_init__(self) -> None:
+        super().__post_init__()
+        mesh = Mesh.parse(self.mesh)
+        if mesh != Mesh(dp=mesh.dp):
+            raise ConfigError("mesh", self.mesh, "may have dp alone: each rank holds the whole model")
         for name in ("seq_len", "steps", "batch", "micro_batch", "save_every", "keep"):
             if getattr(self, name) < 1:
                 raise ConfigError(name, getattr(self, name), "must be at least 1")
@@ -119,7 +130,7 @@ class Trained:
 
 
 def resolve(config: RewardModelConfig) -> RewardModelConfig:
-    """The configuration with its device.
+    """The configuration with the device and the mesh that it will have here.
 
     Raises:
         UserError: the checkpoint cannot be used, or there is no data.
@@ -134,7 +145,7 @@ def resolve(config: RewardModelConfig) -> RewardModelConfig:
     most = ModelConfig.load(path).max_position_embeddings
     if config.seq_len > most:
         raise ConfigError("seq_len", config.seq_len, f"must be at most max_position_embeddings={most}")
-    return replace(config, device=resolve_device(config.device))
+    return settled(config)
 
 
 def read_all(config: RewardModelConfig, tokenizer: Tokenizer) -> tuple[list[Example], list[Example]]:
@@ -157,11 +168,13 @@ def point_loss(values_N: Tensor, score_N: Tensor) -> Tensor:
     return F.binary_cross_entropy_with_logits(values_N, score_N, reduction="sum")
 
 
-def measure(model: RewardModel, examples: Sequence[Example], at_once: int = 8) -> dict[str, float]:
+def measure(
+    model: RewardModel, examples: Sequence[Example], at_once: int = 8, ranks: Ranks | None = None
+) -> dict[str, float]:
     """How well rows are judged: "accuracy" and "loss" of pairs; "error" (mean, absolute), "loss", and "accuracy" of
     points: the share of any two with different scores that are put in their order."""
     texts = [text for e in examples for text in e.texts]
-    values = model.all_values(texts, at_once).double().cpu()
+    values = values_of(model, texts, at_once, ranks or Ranks())
     if model.kind == "pairwise":
         chosen, rejected = values[0::2], values[1::2]
         loss = float(pair_loss(chosen, rejected, 0.0)) / len(examples)
@@ -176,12 +189,19 @@ def measure(model: RewardModel, examples: Sequence[Example], at_once: int = 8) -
     }
 
 
+def values_of(model: RewardModel, texts: Sequence[Sequence[int]], at_once: int, ranks: Ranks) -> Tensor:
+    """v of many conversations, fp64 on the CPU, on every rank; each reads its share."""
+    found = ranks.dealt(texts, lambda mine: model.all_values(mine, at_once).tolist())
+    return torch.tensor(found, dtype=torch.float64)
+
+
 # ---------------------------------------------------------------------------------------------------- learning
 class RewardTrainer:
     """Training of one reward model on examples.
 
     Args:
         model: trained in place, in fp32. held: examples that are only measured. directory: of the run.
+        ranks: that train together, data ranks all, each with the same whole model and examples.
     """
 
     def __init__(
@@ -191,6 +211,7 @@ class RewardTrainer:
         examples: Sequence[Example],
         held: Sequence[Example],
         directory: Path,
+        ranks: Ranks | None = None,
     ) -> None:
         self.config, self.model, self.directory = config, model.train(), directory
         self.examples, self.held, self.data = examples, held, digest(examples)
@@ -210,7 +231,7 @@ class RewardTrainer:
             weight_decay=config.weight_decay,
         )
         self.store = CheckpointStore(directory / "checkpoints", config.keep)
-        self.ranks = Ranks()
+        self.ranks = ranks or Ranks()
         self.finished_steps = 0
         self._order = lru_cache(maxsize=2)(lambda epoch: order_of("rows", len(examples), config.seed, epoch))
 
@@ -228,24 +249,31 @@ class RewardTrainer:
         Raises:
             NumericalError: the loss or a gradient is not finite; the weights are those of before.
         """
-        config, batch = self.config, self.rows(self.finished_steps)
+        config, ranks, batch = self.config, self.ranks, self.rows(self.finished_steps)
+        ranks.at(self.finished_steps, "0 rows")
+        first_of_mine, ways = (0, 1) if ranks.world is None else (ranks.world.place("dp"), ranks.count("dp"))
+        mine = batch[first_of_mine::ways]
         self.optimizer.set_lr(lr := config.lr.at(self.finished_steps, config.steps))
         self.optimizer.zero_grad(set_to_none=True)
-        total, right, margin = 0.0, 0, 0.0
-        for first in range(0, len(batch), config.micro_batch):
-            part = batch[first : first + config.micro_batch]
+        total, right, margin = 0.0, 0.0, 0.0
+        for first in range(0, len(mine), config.micro_batch):
+            part = mine[first : first + config.micro_batch]
             values = self.model.values([text for e in part for text in e.texts])
             if config.kind == "pairwise":
                 loss = pair_loss(values[0::2], values[1::2], config.centring)
                 gap = (values[0::2] - values[1::2]).detach()
-                right, margin = right + int((gap > 0).sum()), margin + float(gap.sum())
+                right, margin = right + float((gap > 0).sum()), margin + float(gap.sum())
             else:
                 loss = point_loss(values, values.new_tensor([e.score for e in part]))
-            if not math.isfinite(float(loss.detach())):
-                self.optimizer.zero_grad(set_to_none=True)
-                raise NumericalError(f"the loss of step {self.finished_steps} is {float(loss.detach())}")
             (loss / len(batch)).backward()
             total += float(loss.detach())
+            ranks.beat()
+        sums = torch.tensor([total, right, margin], dtype=torch.float64, device=ranks.device)
+        total, right, margin = ranks.sum(sums).tolist()
+        if not math.isfinite(total):
+            self.optimizer.zero_grad(set_to_none=True)
+            raise NumericalError(f"the loss of step {self.finished_steps} is {total}")
+        self._add_up()
         norm = clip_grad_norm(list(self.model.named_parameters()), config.clip or math.inf)
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
@@ -255,14 +283,29 @@ class RewardTrainer:
         held = self.measured() if done == config.steps or (every and done % every == 0) else {}
         return {"loss": total / len(batch), **pairs, "grad_norm": norm, "lr": lr, **held}
 
+    def _add_up(self) -> None:
+        """Gradients over all ranks: a rank without rows has none, and a parameter that no rank has one of gets none."""
+        if self.ranks.alone:
+            return
+        trained = [p for p in self.model.parameters() if p.requires_grad]
+        there = torch.tensor([p.grad is not None for p in trained], dtype=torch.int32, device=self.ranks.device)
+        for parameter, moved in zip(trained, self.ranks.largest(there).tolist(), strict=True):
+            if moved:
+                parameter.grad = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+                self.ranks.sum(parameter.grad)
+
     def measured(self) -> dict[str, float]:
         """Figures of the held-out rows, kept by step in a file, so that a resumed run knows how it began."""
         if not self.held:
             return {}
         path = self.directory / "held-out.json"
-        kept = read_json(path) if path.exists() and self.finished_steps else {}
-        found = measure(self.model, self.held)
-        write_json(path, {**kept, str(self.finished_steps): found})
+        found = measure(self.model, self.held, ranks=self.ranks)
+
+        def keep() -> None:
+            kept = read_json(path) if path.exists() and self.finished_steps else {}
+            write_json(path, {**kept, str(self.finished_steps): found})
+
+        self.ranks.on_main(keep)
         return {f"held_out/{name}": value for name, value in found.items()}
 
     # ------------------------------------------------------------------ what `drive` asks besides
@@ -271,9 +314,10 @@ class RewardTrainer:
         return self.measured()
 
     def save(self, store: CheckpointStore | None = None) -> Path:
-        """Write a checkpoint of everything that the next step depends on."""
+        """Write a checkpoint of everything that the next step depends on; the main rank does, as all have the same."""
         tensors = {"model": dict(self.model.state_dict()), "optimizer": self.optimizer.named_state()}
-        return (store or self.store).save(self.finished_steps, tensors, {"data": self.data})
+        chosen = store or self.store
+        return self.ranks.from_main(lambda: chosen.save(self.finished_steps, tensors, {"data": self.data}))
 
     def resume(self) -> list[str]:
         """Go on from the newest whole checkpoint, or begin. Returns warnings about damaged ones.
@@ -342,7 +386,7 @@ class RewardTrainer:
         """Give a pairwise model the centre and scale of its values on rows it learned from."""
         if self.config.kind == "pairwise":
             texts = [text for e in self.examples[:CALIBRATED_ON] for text in e.texts]
-            values = self.model.all_values(texts, 2 * self.config.micro_batch).double()
+            values = values_of(self.model, texts, 2 * self.config.micro_batch, self.ranks)
             self.model.centre, self.model.scale = float(values.mean()), max(float(values.std()), 1e-3)
 
 
@@ -361,20 +405,32 @@ def train_reward_model(config: RewardModelConfig, say: Say = print) -> Trained:
         UserError: see `resolve`, `read_examples`, `RewardTrainer.resume` and `RewardTrainer.run`.
     """
     config = resolve(config)
-    run = require_writable(config.run)
-    with exclusive(run / ".reward.lock"):
-        begun = (run / "checkpoints").exists()
-        if begun:
-            refuse_changes(read_json(run / CONFIG), to_dict(replace(config, dry_run=False)), MAY_DIFFER)
-        keep_weights(config.checkpoint, run / "weights.json", begun=begun)
-        tokenizer = load_tokenizer(config.checkpoint)
-        train, held = read_all(config, tokenizer)
-        for line in describe(config, train, held):
-            say(line)
-        trunk = load_model(config.checkpoint, device=config.device, dtype="float32")
-        trainer = RewardTrainer(config, RewardModel(trunk, config.kind, seed=config.seed), train, held, run)
-        held_out = trainer.run()
-        trainer.calibrate()
-        path = trainer.model.save(run / "model", tokenizer)
-        write_json(run / "result.json", {"steps": trainer.finished_steps, "held_out": held_out})
-    return Trained(run, path, trainer.finished_steps, held_out)
+    run, kept = Path(config.run), replace(config, dry_run=False)
+    with together(config, run, ModelConfig.load(config.checkpoint)) as world:
+        ranks = Ranks(world)
+        with claimed(run, ".reward.lock", ranks):
+            ranks.on_main(lambda: begin(kept))
+            tokenizer = load_tokenizer(config.checkpoint)
+            train, held = ranks.together(lambda: read_all(config, tokenizer))
+            for line in describe(config, train, held):
+                say(line)
+            device = config.device if world is None else str(world.device)
+            trunk = load_model(config.checkpoint, device=device, dtype="float32")
+            check_weights(trunk, world)
+            model = RewardModel(trunk, config.kind, seed=config.seed)
+            trainer = RewardTrainer(config, model, train, held, run, ranks)
+            held_out = trainer.run()
+            trainer.calibrate()
+            ranks.on_main(lambda: model.save(run / "model", tokenizer))
+            result = {"steps": trainer.finished_steps, "held_out": held_out}
+            ranks.on_main(lambda: write_json(run / "result.json", result))
+    return Trained(run, run / "model", trainer.finished_steps, held_out)
+
+
+def begin(config: RewardModelConfig) -> None:
+    """Refuse, before anything is read, to go on with another configuration or other weights."""
+    run = Path(config.run)
+    begun = (run / "checkpoints").exists()
+    if begun:
+        refuse_changes(read_json(run / CONFIG), to_dict(config), MAY_DIFFER)
+    keep_weights(config.checkpoint, run / "weights.json", begun=begun)
