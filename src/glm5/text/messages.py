@@ -99,7 +99,9 @@ def tools_from_openai(raw: object) -> tuple[Tool, ...]:
     names = set[str]()
     for index, tool in enumerate(tools):
         if tool.name in names:
-            raise DataError(f"tools[{index}].function.name: {tool.name!r} is there twice", "Give each tool its own name")
+            raise DataError(
+                f"tools[{index}].function.name: {tool.name!r} is there twice", "Give each tool its own name"
+            )
         names.add(tool.name)
     return tools
 
