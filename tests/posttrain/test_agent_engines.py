@@ -14,6 +14,7 @@ import torch
 
 from glm5.model.glm5 import GLM5
 from glm5.model.weights import assign_tensors, disk_tensors
+from glm5.posttrain import engines as agent_engines
 from glm5.posttrain.engines import Engines
 from glm5.posttrain.record import Record, records_of_session
 from glm5.posttrain.rows import pack
@@ -177,6 +178,31 @@ def test_an_engine_that_has_ended_is_named_where_weights_are_pushed() -> None:
             engines.check()
         with pytest.raises(UserError, match="no engine confirmed weights 1: "):
             engines.push(first, 1)
+
+
+def test_an_event_loop_that_stands_still_is_named_once(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(agent_engines, "STILL_S", 0.2)
+    stand, stands = threading.Event(), threading.Event()
+
+    def blocks() -> None:
+        stands.set()
+        stand.wait(120)
+
+    with Engines.local(policy(), T, CONFIG) as engines:
+        engines._loop.call_soon_threadsafe(blocks)
+        assert stands.wait(60)
+        until = time.monotonic() + 60
+        while not caplog.records and time.monotonic() < until:
+            engines.check()
+            time.sleep(0.01)
+        for _ in range(50):
+            engines.check()
+            time.sleep(0.01)
+        stand.set()
+    (told,) = (r.getMessage() for r in caplog.records if "nothing has gone on" in r.getMessage())
+    assert "make it a plain `def`" in told
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

@@ -15,7 +15,9 @@ from __future__ import annotations
 import asyncio
 import copy
 import logging
+import math
 import shutil
+import sys
 import threading
 import time
 from collections.abc import Callable, Coroutine, Mapping, Sequence
@@ -54,6 +56,7 @@ NAME = "policy"  # what agents call the model
 PROBE_S = 10.0  # in which an engine must answer to take part in a push: it may be in a long step
 BEAT_S = 1.0  # while somebody waits for the event loop
 LOOK_S = 0.02  # how often it is looked whether engines work
+STILL_S = 60.0  # for which the event loop may stand still without a word
 INFO_S = 10.0  # in which an engine must say how it is
 START_S = 300.0  # an engine that is not there after so long will not come
 GRACE_S = 5  # for requests that are under way at the end
@@ -98,6 +101,7 @@ class Engines:
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._run, name="engines", daemon=True)
         self._looked = self._busy = 0
+        self._seen = (0, time.monotonic())  # what `check` saw of it last, and when
         self._before = Stats()
         self._servers: list[tuple[uvicorn.Server, asyncio.Task[None]]] = []
         self._watching: list[asyncio.Task[None]] = []
@@ -232,7 +236,15 @@ class Engines:
 
     def check(self) -> None:
         """Raises UserError where the engine in this process has ended: none will come in its place, as one behind HTTP
-        may."""
+        may. Warns where the event loop stands still, and says in which line."""
+        looked, since = self._seen
+        if looked != self._looked:
+            self._seen = self._looked, time.monotonic()
+        elif time.monotonic() - since > STILL_S and (frame := sys._current_frames().get(self._thread.ident or 0)):
+            self._seen = looked, math.inf  # once
+            where = f"{frame.f_code.co_filename}, line {frame.f_lineno}, {frame.f_code.co_name}"
+            mend = "an `async def` that blocks holds up all rollouts: make it a plain `def`, which runs in a thread"
+            log.warning("nothing has gone on for %g s in %s; %s", STILL_S, where, mend)
         if self._served is not None and self.pool.failure is not None:
             raise UserError(f"the engine has ended: {self.pool.failure}", "Mend that; the same command goes on")
 
