@@ -10,6 +10,7 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -200,6 +201,12 @@ async def others_while_a_text_is_encoded() -> None:
                 assert go_on.wait(20)
             return super().encode(text, allow_special)
 
+        def decode(self, ids: Iterable[int], skip_control: bool = False) -> str:
+            if isinstance(ids, list) and len(ids) == 30_000:
+                encoding.set()
+                assert go_on.wait(20)
+            return super().decode(ids, skip_control)
+
     backend.tokenizer = Slow(chat_tokenizer()._full)
     long = "x" * 100_000
     bodies: dict[str, Any] = {
@@ -210,6 +217,7 @@ async def others_while_a_text_is_encoded() -> None:
         "/v1/messages/count_tokens": {"messages": [{"role": "user", "content": long}]},
         "/v1/responses": {"input": long},
         "/tokenize": {"prompt": long},
+        "/detokenize": {"tokens": [50] * 30_000},
     }
     transport = httpx.ASGITransport(create_app(backend))
     async with httpx.AsyncClient(transport=transport, base_url="http://test") as client:

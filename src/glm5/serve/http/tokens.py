@@ -74,10 +74,11 @@ def routes(server: Server) -> APIRouter:
 
     @router.post("/detokenize")
     @router.post("/v1/detokenize")
-    async def detokenize(body: DetokenizeBody) -> Response:
+    async def detokenize(body: DetokenizeBody, http: HttpRequest) -> Response:
         """The text of ids, under vLLM's name for it and SGLang's."""
         server.check_model(body.model)
-        text = tokenizer.decode(body.tokens, skip_control=body.skip_special_tokens is True)
+        skip = body.skip_special_tokens is True
+        text = await prepared(http, lambda: tokenizer.decode(body.tokens, skip_control=skip))
         return Json({"prompt": text, "text": text})
 
     def card(name: str) -> dict[str, Any]:
