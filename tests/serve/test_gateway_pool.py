@@ -8,11 +8,12 @@ from typing import Any
 import pytest
 from fastapi.testclient import TestClient
 
-from glm5.serve.client import Unavailable, WeightUpdate
+from glm5.serve.client import Unavailable, WeightGroup, WeightUpdate
 from glm5.serve.gateway.app import GatewayOptions, create_gateway
 from glm5.serve.gateway.pool import EnginePool
 from glm5.serve.gateway.router import Router
 from glm5.serve.request import Request
+from glm5.utils.errors import UserError
 from support.scripted import Scripted
 from support.serving import HI
 
@@ -123,6 +124,29 @@ def test_aborts_and_sums() -> None:
         for stream in streams:
             await stream.aclose()
         assert pool.stats().running == 0
+
+    asyncio.run(go())
+
+
+def test_a_group_and_memory_of_all_engines() -> None:
+    """Each joins as a rank of its own; none gives memory back while another one is at work."""
+
+    async def go() -> None:
+        gates = asyncio.Event()
+        pool = pool_of(3, gate=gates)
+        await pool.join_group(WeightGroup("127.0.0.1", 1, 1, 4))
+        calls = [engine.calls for engine in pool.engines.values()]  # type: ignore[attr-defined]
+        assert [group.rank_offset for (group,) in calls] == [1, 2, 3]
+        stream = await pool.engines["e1"].generate(Request([5]))
+        with pytest.raises(UserError, match="requests run"):
+            await pool.release_memory(("kv_cache",))
+        assert not any(("release", ("kv_cache",)) in made for made in calls)
+        assert not any(engine.paused for engine in pool.engines.values())
+        await stream.aclose()
+        await pool.pause("retract")
+        await pool.release_memory(("kv_cache",))
+        assert all(("release", ("kv_cache",)) in made for made in calls)
+        assert pool.paused
 
     asyncio.run(go())
 

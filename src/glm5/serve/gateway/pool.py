@@ -10,13 +10,15 @@ import asyncio
 import logging
 import time
 from collections.abc import Callable, Coroutine, Mapping
-from dataclasses import fields
+from dataclasses import fields, replace
+from itertools import count
 from typing import Any
 
 from glm5.serve.client import Backend, PauseMode, Stats, Stream, Unavailable, WeightGroup, WeightUpdate
 from glm5.serve.gateway.router import Lease, Router
 from glm5.serve.request import Delta, Request
 from glm5.utils.ending import ended
+from glm5.utils.errors import UserError
 
 log = logging.getLogger(__name__)
 
@@ -128,7 +130,9 @@ class EnginePool:
             log.warning("not at weights %s: %s", version, ", ".join(late))
 
     async def join_group(self, group: WeightGroup) -> None:
-        await self._all(lambda engine: engine.join_group(group))
+        """Engine i of those that live joins as rank `rank_offset` + i."""
+        ranks = count(group.rank_offset)
+        await self._all(lambda engine: engine.join_group(replace(group, rank_offset=next(ranks))))
 
     async def leave_group(self, group_name: str) -> None:
         await self._all(lambda engine: engine.leave_group(group_name))
@@ -141,7 +145,17 @@ class EnginePool:
         return await self.engines[there[0].name].checksum()
 
     async def release_memory(self, tags: tuple[str, ...]) -> None:
-        await self._all(lambda engine: engine.release_memory(tags))
+        """Of all, or of none: each is asked first to forget its prefixes, which it cannot while requests run."""
+        held = not self.paused
+        if held:
+            await self.pause("keep")
+        try:
+            if not await self.flush():
+                raise UserError("requests run", "Abort them, or pause with mode retract, before memory is released")
+            await self._all(lambda engine: engine.release_memory(tags))
+        finally:
+            if held:
+                await self.resume()
 
     async def resume_memory(self, tags: tuple[str, ...]) -> None:
         await self._all(lambda engine: engine.resume_memory(tags))
