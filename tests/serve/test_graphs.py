@@ -67,6 +67,27 @@ def test_recorded_steps_give_the_same_answers(drafts: int) -> None:
         )
 
 
+@pytest.mark.usefixtures("recorded")
+@pytest.mark.parametrize("drafts", [0, 2])
+def test_sequences_that_decode_beside_prompts_are_replayed_too(drafts: int) -> None:
+    """A long prompt in small chunks: nearly every step of the others is one beside a part of it."""
+    model = agreeable(0).eval()
+    long = torch.randint(6, 320, (200,), generator=torch.Generator().manual_seed(5)).tolist()
+    told = []
+    for config in (PLAIN, replace(PLAIN, cuda_graphs=True)):
+        engine = Engine(model, replace(config, drafts=drafts, chunk=8, max_batched_tokens=32))
+        short = [Request(ids, GREEDY) for ids in _prompts()[:3]]
+        told.append((answered(engine, [*short, Request(long, GREEDY)]), engine.info()))
+    (plain, none), (ours, some) = told
+    assert none["recorded_steps"] == 0
+    assert some["recorded_steps"] > (10 if drafts else 25)
+    for a, b in zip(ours, plain, strict=True):
+        assert a.ids == b.ids
+        torch.testing.assert_close(
+            torch.tensor([i.logprob for i in a.info]), torch.tensor([i.logprob for i in b.info]), atol=2e-5, rtol=0
+        )
+
+
 def _filled(model: GLM5, lengths: tuple[int, ...], tables: list[list[int]]) -> PagedCache:
     cache = PagedCache(model.config, 13)
     for ids, table in zip(_ids(*lengths), tables, strict=True):

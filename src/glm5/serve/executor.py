@@ -127,7 +127,7 @@ class Executor:
             self.pages = min(int(config.memory_gib * 2**30 // one), config.max_running * -(-context // page_size))
         if self.pages < 1:
             raise ConfigError("memory_gib", config.memory_gib, "holds no page: give more, or a number of pages")
-        self._new_graphs = new_graphs
+        self._new_graphs, self._alone = new_graphs, new_graphs is Graphs  # several ranks make the same calls
         spare = self._recorder() is not None  # a page that is nobody's, for padding
         self.cache = new_pages(model.config, self.pages + spare, config.host_pages, **options)
         self.drafter = Drafter(model, self.cache, sampler) if config.drafts else None
@@ -212,11 +212,20 @@ class Executor:
         runs = [Run(item.pages, item.start, item.slots) for item in items]
         ids = [i.sequence.ids[i.start : i.start + i.count] + d for i, d in zip(items, drafts, strict=True)]
         routed = [item for item in items if item.sequence.request.params.routed_experts]
-        decoding = all(item.count == len(item.answers) == 1 for item in items)
-        if self._graphs is not None and decoding and not routed:
+        decodes = [item.count == len(item.answers) == 1 for item in items]
+        if self._graphs is not None and all(decodes) and not routed:
             recorded = self._graphs(runs, ids)
             if recorded is not None:
                 return list(recorded[0].split([item.slots for item in items])), recorded[1]
+        elif self._graphs is not None and self._alone and any(decodes) and not routed:
+            # Beside prompts, too: launched one by one, a step of many sequences takes longer than both calls.
+            some, others = ([i for i, decode in enumerate(decodes) if decode is of] for of in (True, False))
+            recorded = self._graphs([runs[i] for i in some], [ids[i] for i in some])
+            if recorded is not None:
+                both = dict(zip(some, recorded[0].split([items[i].slots for i in some]), strict=True))
+                rest, _ = self._trunk(tuple(items[i] for i in others), [drafts[i] for i in others], answers)
+                both |= zip(others, rest, strict=True)
+                return [both[i] for i in range(len(items))], None
         if self._config.invariant:
             return invariant.hidden(self._model, self.cache, runs, ids), None
         trace = Trace() if routed else None
