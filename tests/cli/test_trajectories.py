@@ -92,6 +92,7 @@ def test_mistakes(path: str, capsys: pytest.CaptureFixture[str], tmp_path: Path)
     for argv, said in (
         ([], "no store is named"),
         ([str(tmp_path / "none")], "no such file"),
+        ([str(tmp_path)], "is a directory"),
         ([path, "x"], "no sample 'x'"),
         ([path, "--status", "lost"], "not known"),
         ([path, "--outcome", "lost"], "not known"),

@@ -69,6 +69,9 @@ def main(argv: Sequence[str]) -> int:
             raise UserError(f"--{name} {value!r} is not known", f"Use one of {', '.join(known)}")
     if options.limit is not None and options.limit < 0:
         raise ConfigError("--limit", options.limit, "must be at least 0, or None")
+    if Path(options.store).is_dir():
+        mend = f"Give the file in it: {Path(options.store) / 'trajectories.sqlite'}"
+        raise UserError(f"{options.store} is a directory", mend)
     with Store(options.store, read_only=True) as store:
         if options.sample:
             _show(store, options)
