@@ -20,7 +20,7 @@ import json
 import sqlite3
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -374,10 +374,10 @@ class Store:
         with self._lock, self._told("read"):
             self._db.execute("BEGIN")  # both from one moment
             try:
-                every = "SELECT COUNT(*) FROM samples WHERE ?1 IS NULL OR task = ?1"
-                grouped = "SELECT status, COUNT(*) FROM ledger WHERE ?1 IS NULL OR task = ?1 GROUP BY status"
-                started: int = self._rows(every, (task,))[0][0]
-                found: dict[str, int] = dict(self._rows(grouped, (task,)))
+                every = "SELECT COUNT(*) FROM samples WHERE :task IS NULL OR task = :task"
+                grouped = "SELECT status, COUNT(*) FROM ledger WHERE :task IS NULL OR task = :task GROUP BY status"
+                started: int = self._rows(every, {"task": task})[0][0]
+                found: dict[str, int] = dict(self._rows(grouped, {"task": task}))
             finally:
                 self._db.execute("COMMIT")
         counts = Counts(started, {status: found.get(status, 0) for status in STATUSES})
@@ -404,9 +404,9 @@ class Store:
         with all of its samples. What is not asked for stays for the next time."""
         groups = self._rows(
             "SELECT grp FROM samples WHERE grp IN (SELECT grp FROM samples WHERE state IS NULL) "
-            "AND grp NOT IN (SELECT grp FROM plans) AND (?1 IS NULL OR task = ?1) "
-            "GROUP BY grp HAVING SUM(state IS NULL AND delivered IS NULL) = 0 ORDER BY MIN(number) LIMIT ?2",
-            (task, limit),
+            "AND grp NOT IN (SELECT grp FROM plans) AND (:task IS NULL OR task = :task) "
+            "GROUP BY grp HAVING SUM(state IS NULL AND delivered IS NULL) = 0 ORDER BY MIN(number) LIMIT :limit",
+            {"task": task, "limit": limit},
         )
         return [self.group(name) for (name,) in groups]
 
@@ -438,10 +438,19 @@ class Store:
     ) -> list[Sample]:
         """The lines of the ledger that fit, in the order of their start."""
         found = self._rows(
-            "SELECT * FROM ledger WHERE (?1 IS NULL OR status = ?1) AND (?2 IS NULL OR task = ?2) "
-            "AND (?3 IS NULL OR grp = ?3) AND (?4 IS NULL OR outcome = ?4) AND (?5 IS NULL OR reward >= ?5) "
-            "AND (?6 IS NULL OR reward <= ?6) ORDER BY number LIMIT ?7",
-            (status, task, group, outcome, min_reward, max_reward, -1 if limit is None else limit),
+            "SELECT * FROM ledger WHERE (:status IS NULL OR status = :status) AND (:task IS NULL OR task = :task) "
+            "AND (:group IS NULL OR grp = :group) AND (:outcome IS NULL OR outcome = :outcome) "
+            "AND (:least IS NULL OR reward >= :least) AND (:most IS NULL OR reward <= :most) "
+            "ORDER BY number LIMIT :limit",
+            {
+                "status": status,
+                "task": task,
+                "group": group,
+                "outcome": outcome,
+                "least": min_reward,
+                "most": max_reward,
+                "limit": -1 if limit is None else limit,
+            },
         )
         return [_sample(row) for row in found]
 
@@ -454,7 +463,7 @@ class Store:
         )
         return [Record.from_blobs(*row) for row in rows]
 
-    def _rows(self, query: str, given: Sequence[Any]) -> list[Any]:
+    def _rows(self, query: str, given: Sequence[Any] | Mapping[str, Any]) -> list[Any]:
         with self._lock, self._told("read"):
             return self._db.execute(query, given).fetchall()
 

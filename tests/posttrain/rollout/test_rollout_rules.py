@@ -295,6 +295,29 @@ def test_a_service_that_is_silent_too_is_lost(tmp_path: Path) -> None:
     assert found["deaf-0-0"].detail == "the service is away"
 
 
+def test_one_that_hangs_when_it_is_met_holds_up_no_other(tmp_path: Path) -> None:
+    talk = Talk(groups=2)
+
+    async def never(request: Request) -> Response:
+        await asyncio.Event().wait()
+        raise AssertionError
+
+    async def play(desk: Desk) -> None:
+        desk.network.hosts["hung"] = Starlette(routes=[Route("/rollouts", never, methods=["GET"])])
+        asked = [asyncio.ensure_future(desk.offer("hung", joins=True)) for _ in range(20)]
+        await asyncio.sleep(0)
+        desk.serve(talk)
+        beats = asyncio.ensure_future(desk.beat("talk"))
+        await over(4)(desk)
+        assert asyncio.get_running_loop().time() < SMALL.silent_s
+        assert not any(one.done() for one in asked)
+        assert (await asked[0]).status_code == 503
+        for one in (*asked, beats):
+            one.cancel()
+
+    played(tmp_path / "t", play)
+
+
 # ------------------------------------------------------------------------------------------------ deaths
 def test_a_service_that_dies_begins_its_rollouts_anew(tmp_path: Path) -> None:
     talk = Talk(groups=2, seconds=5.0)

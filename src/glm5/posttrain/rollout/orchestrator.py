@@ -15,7 +15,7 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import logging
-from collections import Counter, deque
+from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Collection
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
@@ -90,7 +90,8 @@ class Orchestrator:
         self._news = asyncio.Event()
         self._failure: BaseException | None = None
         self._blocked_until = self._looked = float("-inf")
-        self._ready, self._meeting = asyncio.Event(), asyncio.Lock()
+        self._ready = asyncio.Event()
+        self._meeting: defaultdict[str, asyncio.Lock] = defaultdict(asyncio.Lock)  # one that hangs holds up no other
         self._under_way: Counter[str] = Counter()  # of `running`, by task
 
     # -------------------------------------------------------------------------------------------------- services
@@ -101,7 +102,7 @@ class Orchestrator:
             httpx.HTTPError: it cannot be reached where it says that it is.
         """
         await self._ready.wait()
-        async with self._meeting:
+        async with self._meeting[offer.name]:
             before = self.services.known.get(offer.name)
             if before is None or before.offer.boot != offer.boot or before.offer.url != offer.url or not before.there:
                 await self._meet(offer, http)

@@ -167,7 +167,7 @@ class Services:
         """
         if not offer.joins:
             return []
-        answer = await (http or self._http).get(f"{offer.url}/rollouts", headers=self._headers, timeout=60)
+        answer = await (http or self._http).get(f"{offer.url}/rollouts", headers=self._headers, timeout=self.silent_s)
         return [Rollout.from_json(one) for one in answer.raise_for_status().json()["rollouts"]]
 
     async def end(self, name: str, session: str) -> None:
