@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from glm5.kernels import cpu, dispatch
+from glm5.kernels import cpu, dispatch, fits
 from glm5.kernels.attention import sparse_attention
 from glm5.kernels.basic import rotations
 from glm5.kernels.cpu import build
@@ -240,7 +240,7 @@ def test_steps_in_for_fp32_without_gradients(monkeypatch: pytest.MonkeyPatch) ->
     used = taken(monkeypatch)
     attend()
     assert used == ["cpu.sparse_attention"]
-    attend(heads=dispatch.QUERY_UP_TO)
+    attend(heads=fits.QUERY_UP_TO)
     attend(dtype=torch.bfloat16)
     monkeypatch.setenv("GLM5_KERNELS", "torch")
     attend()

@@ -25,7 +25,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
-from glm5.kernels.dispatch import FEW
+from glm5.kernels.fits import FEW
 from glm5.kernels.moe import grouped_swiglu
 from glm5.model.config import ModelConfig
 from glm5.model.glm5 import GLM5

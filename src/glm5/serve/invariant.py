@@ -30,7 +30,8 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from glm5.kernels.cpu.build import available
-from glm5.kernels.dispatch import FEW, instead
+from glm5.kernels.dispatch import instead
+from glm5.kernels.fits import FEW
 from glm5.model.glm5 import GLM5
 from glm5.model.mla import MLA
 from glm5.model.paged import PagedBatch, PagedCache, Run
