@@ -151,9 +151,11 @@ def test_official_client_sees_errors(official: openai.OpenAI) -> None:
     with pytest.raises(openai.BadRequestError) as wrong:
         official.chat.completions.create(model="glm5-test", messages=HI, temperature=-1)
     assert wrong.value.param == "temperature"
-    with pytest.raises(openai.BadRequestError) as long:
-        official.chat.completions.create(model="glm5-test", messages=HI, max_tokens=5000)
-    assert long.value.code == "context_length_exceeded"
+    endless = [{"role": "user", "content": "the answer " * 5000}]
+    for asked in ({"messages": HI, "max_tokens": 5000}, {"messages": endless}):  # the answer has no room, or the prompt
+        with pytest.raises(openai.BadRequestError) as long:
+            official.chat.completions.create(model="glm5-test", **asked)
+        assert long.value.code == "context_length_exceeded"
 
 
 # ---------------------------------------------------------------------------------- known faults of other servers

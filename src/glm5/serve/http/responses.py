@@ -163,7 +163,8 @@ def _messages(items: list[Item]) -> list[Item]:
                 output = _text(item.get("output"), f"{where}.output")
                 out.append({"role": "tool", "tool_call_id": item.get("call_id"), "content": output})
             case kind:
-                raise ApiError(400, f"{where}.type: {str(kind)[:80]!r} is not offered. Send text and functions")
+                message = f"{where}.type: {str(kind)[:80]!r} is not offered. Send text and functions"
+                raise ApiError(400, message, param=f"{where}.type")
     return out
 
 
@@ -174,9 +175,10 @@ def _text(content: Any, where: str) -> Any:
     for k, part in enumerate(content):
         kind = part.get("type") if isinstance(part, dict) else None
         if kind not in ("input_text", "output_text", "text", "reasoning_text", "summary_text"):
-            raise ApiError(400, f"{where}[{k}].type: {str(kind)[:80]!r} is no text; the model reads nothing else")
+            message = f"{where}[{k}].type: {str(kind)[:80]!r} is no text; the model reads nothing else"
+            raise ApiError(400, message, param=f"{where}[{k}].type")
         if not isinstance(part.get("text"), str):
-            raise ApiError(400, f"{where}[{k}].text must be a string")
+            raise ApiError(400, f"{where}[{k}].text must be a string", param=f"{where}[{k}].text")
     return "".join(part["text"] for part in content)
 
 
@@ -185,7 +187,8 @@ def _tools(raw: list[Item] | None) -> list[Item]:
     out = []
     for i, tool in enumerate(raw or []):
         if tool.get("type") != "function":
-            raise ApiError(400, f"tools[{i}].type: {str(tool.get('type'))[:80]!r}: only functions are offered")
+            message = f"tools[{i}].type: {str(tool.get('type'))[:80]!r}: only functions are offered"
+            raise ApiError(400, message, param=f"tools[{i}].type")
         function = {name: tool[name] for name in ("name", "description", "parameters") if tool.get(name) is not None}
         out.append({"type": "function", "function": function})
     return out

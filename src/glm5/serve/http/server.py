@@ -151,12 +151,16 @@ class Server:
         """
         self.check_alive()
         self._check_room()
-        check(request, vocab_size=self.backend.vocab_size, context=self.backend.context)
-        asked, room = request.params.max_new_tokens, self.room(len(request.input_ids))
+        context, size = self.backend.context, len(request.input_ids)
+        if size >= context:
+            message = f"a prompt of {size} tokens leaves no room in a context of {context}. Shorten the prompt"
+            raise ApiError(400, message, code="context_length_exceeded")
+        check(request, vocab_size=self.backend.vocab_size, context=context)
+        asked, room = request.params.max_new_tokens, self.room(size)
         if asked is not None and asked > room:
             message = (
-                f"{len(request.input_ids)} tokens of prompt and {asked} of answer exceed the context of "
-                f"{self.backend.context}. Shorten the prompt, or ask for at most {room} tokens"
+                f"{size} tokens of prompt and {asked} of answer exceed the context of {context}. Shorten the prompt, "
+                f"or ask for at most {room} tokens"
             )
             raise ApiError(400, message, param="max_tokens", code="context_length_exceeded")
         if request.rid in self.live:
