@@ -15,7 +15,6 @@ from __future__ import annotations
 import asyncio
 import copy
 import logging
-import math
 import shutil
 import sys
 import threading
@@ -101,7 +100,9 @@ class Engines:
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._run, name="engines", daemon=True)
         self._looked = self._busy = 0
-        self._seen = (0, time.monotonic())  # what `check` saw of it last, and when
+        self._heard = threading.Event()  # set where the event loop has come to what it was asked at `_asked`
+        self._heard.set()
+        self._asked, self._said = 0.0, False
         self._before = Stats()
         self._servers: list[tuple[uvicorn.Server, asyncio.Task[None]]] = []
         self._watching: list[asyncio.Task[None]] = []
@@ -163,9 +164,9 @@ class Engines:
 
     def _end(self) -> None:
         self._loop.call_soon_threadsafe(self._loop.stop)
-        self._thread.join(STOP_S)
+        self._thread.join(0 if self._stands() else STOP_S)  # of a loop that stands still no end is to be had
         if self._thread.is_alive():
-            log.warning("the event loop of the engines did not end in %g s, and is left", STOP_S)
+            log.warning("the event loop of the engines does not end, and is left")
         else:
             self._loop.close()
 
@@ -181,12 +182,29 @@ class Engines:
         return asyncio.run_coroutine_threadsafe(work, self._loop)
 
     def end(self, work: Coroutine[Any, Any, None], who: str) -> None:
-        """`call` at the end of a run: whoever hangs is named, and left after `LAST_S`."""
-        ending = self.spawn(work)
-        if wait({ending}, LAST_S).done:
-            return ending.result()
+        """`call` at the end of a run: whoever hangs is named, and left after `LAST_S`, or if the loop stands."""
+        ending, began = self.spawn(work), time.monotonic()
+        while time.monotonic() - began < LAST_S and not self._stands():
+            if wait({ending}, min(BEAT_S, LAST_S)).done:
+                return ending.result()
         ending.cancel()
-        log.warning("%s did not end in %g s: something holds the event loop up", who, LAST_S)
+        log.warning("%s did not end: something holds the event loop up", who)
+
+    def _stands(self) -> bool:
+        """Whether the event loop has stood still for `STILL_S`; a warning says once in which line. Ask now and then."""
+        now = time.monotonic()
+        if self._heard.is_set():
+            self._heard.clear()
+            self._asked, self._said = now, False
+            self._loop.call_soon_threadsafe(self._heard.set)
+        if now - self._asked <= STILL_S:
+            return False
+        if not self._said and (frame := sys._current_frames().get(self._thread.ident or 0)):
+            self._said = True
+            where = f"{frame.f_code.co_filename}, line {frame.f_lineno}, {frame.f_code.co_name}"
+            mend = "an `async def` that blocks holds up all rollouts: make it a plain `def`, which runs in a thread"
+            log.warning("nothing has gone on for %g s in %s; %s", STILL_S, where, mend)
+        return True
 
     async def _start(self) -> None:
         for engine in self._engines.values():
@@ -237,14 +255,7 @@ class Engines:
     def check(self) -> None:
         """Raises UserError where the engine in this process has ended: none will come in its place, as one behind HTTP
         may. Warns where the event loop stands still, and says in which line."""
-        looked, since = self._seen
-        if looked != self._looked:
-            self._seen = self._looked, time.monotonic()
-        elif time.monotonic() - since > STILL_S and (frame := sys._current_frames().get(self._thread.ident or 0)):
-            self._seen = looked, math.inf  # once
-            where = f"{frame.f_code.co_filename}, line {frame.f_lineno}, {frame.f_code.co_name}"
-            mend = "an `async def` that blocks holds up all rollouts: make it a plain `def`, which runs in a thread"
-            log.warning("nothing has gone on for %g s in %s; %s", STILL_S, where, mend)
+        self._stands()
         if self._served is not None and self.pool.failure is not None:
             raise UserError(f"the engine has ended: {self.pool.failure}", "Mend that; the same command goes on")
 
