@@ -118,6 +118,24 @@ def test_the_database_itself_keeps_the_ledger(store: Store) -> None:
     other.close()
 
 
+def test_a_mark_changes_with_whatever_is_written_and_with_nothing_else(tmp_path: Path) -> None:
+    with Store(tmp_path / "t") as one, Store(tmp_path / "t") as other:
+        marks = [one.mark()]
+        for write in (
+            lambda: one.start("g", "t", ["a", "b"]),
+            lambda: other.start("h", "t", ["c"]),
+            lambda: one.close_samples({"a": State.CANCELLED}),
+            lambda: other.close_samples({"b": State.CANCELLED}),
+        ):
+            write()
+            assert one.mark() not in marks
+            marks.append(one.mark())
+            one.ready(4)
+            one.counts()
+            other.samples()
+            assert one.mark() == marks[-1]
+
+
 def test_ten_ready_four_taken_six_remain(store: Store) -> None:
     for g in range(10):
         store.start(f"g{g}", "t", [f"{g}a", f"{g}b"])

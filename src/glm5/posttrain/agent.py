@@ -181,19 +181,21 @@ class AgentLearner(Learner):
         """
         began, intake = time.perf_counter(), self.intake
         ledger, drawers = self._mine
-        gone = Settled()
+        gone, made, seen = Settled(), Settled(), None
         try:
             while True:
-                made = take(
-                    ledger,
-                    intake.groups,
-                    self.finished_steps,
-                    intake.max_staleness,
-                    intake.baseline,
-                    step=self.updates + 1,
-                )
-                gone.closed |= made.closed
-                gone.dropped += made.dropped
+                if seen != (mark := ledger.mark()):  # of before: what comes meanwhile is seen the next time
+                    seen = mark
+                    made = take(
+                        ledger,
+                        intake.groups,
+                        self.finished_steps,
+                        intake.max_staleness,
+                        intake.baseline,
+                        step=self.updates + 1,
+                    )
+                    gone.closed |= made.closed
+                    gone.dropped += made.dropped
                 if len(made.taken) >= intake.groups:
                     return Settled(made.taken, gone.closed, gone.dropped)
                 if len(gone.dropped) > intake.patience * (1 + len(made.taken)):

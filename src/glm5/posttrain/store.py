@@ -159,6 +159,7 @@ class Store:
 
     def __init__(self, path: str | Path, *, read_only: bool = False, clock: Callable[[], float] = time.time) -> None:
         self.path, self._clock, self._lock = Path(path), clock, threading.RLock()
+        self._writes = 0
         if read_only and not self.path.is_file():
             raise FileError(f"{path}: no such file", "Give the path of a run's trajectory store")
         if not read_only:
@@ -226,6 +227,7 @@ class Store:
     def _writing(self) -> Iterator[None]:
         """A transaction: all of the block, or nothing."""
         with self._lock, self._told("write to"):
+            self._writes += 1
             self._db.execute("BEGIN IMMEDIATE")
             try:
                 yield
@@ -384,6 +386,12 @@ class Store:
         if sum(counts.by_status.values()) != started:
             raise FileError(f"{self.path}: {started} samples, {found}", "It was written by something else")
         return counts
+
+    def mark(self) -> tuple[int, int]:
+        """Another one whenever something was written since, here or by another process. Whoever waits need not look as
+        long as it is the same."""
+        with self._lock:
+            return self._writes, self._rows("PRAGMA data_version", ())[0][0]
 
     def queues(self) -> dict[str, Queue]:
         """What is open of each task that has anything open; as quick when millions are closed."""
