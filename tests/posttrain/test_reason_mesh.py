@@ -30,6 +30,7 @@ from glm5.posttrain.distill import distill
 from glm5.posttrain.divergence import DivergenceUpdate
 from glm5.posttrain.general import GeneralConfig, general
 from glm5.posttrain.learner import LearnConfig
+from glm5.posttrain.losses import glm5_reasoning
 from glm5.posttrain.reason import PromptConfig, reason
 from glm5.posttrain.rollouts import RolloutConfig
 from glm5.posttrain.samples import read_samples
@@ -116,7 +117,8 @@ def test_the_command_on_two_processes_makes_what_one_makes_also_when_killed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("PYTHONPATH", SUPPORT, prepend=os.pathsep)
-    one = config(tmp_path, learn=dict(steps=3, save_every=1), page_every=1, run=str(tmp_path / "one"))
+    loss = replace(glm5_reasoning(), kl_weight=0.01)  # its reference lies whole on each rank
+    one = config(tmp_path, learn=dict(steps=3, save_every=1), page_every=1, run=str(tmp_path / "one"), loss=loss)
     alone = reason(one, lambda _: None)
     spread = tmp_path / "two"
     save(tmp_path / "two.json", replace(one, run=str(spread)))
@@ -156,6 +158,7 @@ def test_the_command_on_two_processes_makes_what_one_makes_also_when_killed(
     learned = [r for r in read_metrics(spread) if "loss" in r]
     assert [r["step"] for r in learned] == [1, 2, 3]
     assert all(r["train_rollout_logprob_abs_diff_max"] < 1e-4 for r in learned)
+    assert abs(learned[0]["kl_ref"]) < 1e-6 < learned[-1]["kl_ref"]
     if ledgers[0] == ledgers[1]:
         before, after, together = (load_model(p).state_dict() for p in (one.checkpoint, alone.model, spread / "model"))
         for name, start_ in before.items():
