@@ -1,4 +1,4 @@
-"""Faults that tests of several rooms provoke: a read-only directory and a disk that fills up."""
+"""One thread; operators by their specification; and two faults: a read-only directory and a disk that fills up."""
 
 from __future__ import annotations
 
@@ -23,6 +23,12 @@ torch.set_num_threads(1)  # products this small gain nothing from a second threa
 # A shell's background jobs, and all that they start, ignore Ctrl-C: tests that press it would wait for nothing.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+@pytest.fixture
+def specification(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Operators run in plain PyTorch, also where fast versions would."""
+    monkeypatch.setenv("GLM5_KERNELS", "torch")
 
 
 @pytest.fixture

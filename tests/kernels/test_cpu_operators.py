@@ -28,12 +28,6 @@ def _no_gradients() -> Iterator[None]:
         yield
 
 
-@pytest.fixture
-def specification(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What the operators' own functions run."""
-    monkeypatch.setenv("GLM5_KERNELS", "torch")
-
-
 def normal(*shape: int, seed: int = 0) -> Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
 

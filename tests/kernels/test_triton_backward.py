@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from support import triton_interpreter
+from support.naive import relative_error
 
 triton_interpreter.ask()
 
@@ -43,21 +44,11 @@ DEVICE = "cuda" if CUDA else "cpu"
 DTYPE = torch.bfloat16 if CUDA else torch.float32
 TOLERANCE = 5e-3 if CUDA else 2e-6
 
-
-@pytest.fixture(autouse=True)
-def specification(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What these tests compare with is plain PyTorch, also where fast versions would run."""
-    monkeypatch.setenv("GLM5_KERNELS", "torch")
+pytestmark = pytest.mark.usefixtures("specification")  # what is compared with is plain PyTorch
 
 
 def _random(*size: int, seed: int, scale: float = 1.0, dtype: torch.dtype = DTYPE) -> Tensor:
     return (torch.randn(*size, generator=torch.Generator().manual_seed(seed)) * scale).to(DEVICE, dtype)
-
-
-def _error(ours: Tensor, oracle: Tensor) -> float:
-    assert ours.shape == oracle.shape
-    assert not ours.isnan().any()
-    return float((ours.double() - oracle.double()).norm() / oracle.double().norm().clamp(min=1e-30))
 
 
 def _gradients(call: Callable[..., Tensor], inputs: tuple[Tensor, ...], wide: bool) -> list[Tensor]:
@@ -73,7 +64,7 @@ def _agree(ours: Callable[..., Tensor], oracle: Callable[..., Tensor], *inputs: 
     expected = _gradients(oracle, inputs, wide=True)
     assert len(results) == len(inputs) + 1 == len(expected)
     for result, wanted in zip(results, expected, strict=True):
-        assert _error(result, wanted) < TOLERANCE
+        assert relative_error(result, wanted) < TOLERANCE
     return results
 
 
@@ -132,8 +123,8 @@ def test_linear_cross_entropy(blocks: int, monkeypatch: pytest.MonkeyPatch) -> N
     torch.testing.assert_close(entropy, oracle.entropy_N, atol=1e-4, rtol=1e-4)
     assert wide[0].grad is not None
     assert wide[1].grad is not None
-    assert _error(dhidden, wide[0].grad) < TOLERANCE
-    assert _error(dhead, wide[1].grad) < TOLERANCE
+    assert relative_error(dhidden, wide[0].grad) < TOLERANCE
+    assert relative_error(dhead, wide[1].grad) < TOLERANCE
 
 
 def test_scaling_rounds_once() -> None:
@@ -185,7 +176,7 @@ def test_indexer_loss_on_the_selection(heads: int, deterministic: bool, monkeypa
     for ours, leaf in zip(grads, wide, strict=True):
         assert ours is not None
         assert leaf.grad is not None
-        assert _error(ours, leaf.grad) < TOLERANCE
+        assert relative_error(ours, leaf.grad) < TOLERANCE
 
 
 @pytest.mark.parametrize("scratch", [1 << 20, 8 * 45 * 20])
@@ -210,7 +201,7 @@ def test_indexer_loss_over_intervals(scratch: int, monkeypatch: pytest.MonkeyPat
     for ours, leaf in zip(grads, wide, strict=True):
         assert ours is not None
         assert leaf.grad is not None
-        assert _error(ours, leaf.grad) < TOLERANCE
+        assert relative_error(ours, leaf.grad) < TOLERANCE
 
 
 # --------------------------------------------------------------------------- Newton-Schulz
@@ -221,12 +212,12 @@ def test_symmetric_products(shape: tuple[int, int, int], monkeypatch: pytest.Mon
     x = _random(*shape, seed=sum(shape), scale=shape[-1] ** -0.5)
     gram = newton_schulz.symmetric_product(x)
     wide = x.float() @ x.float().mT
-    assert _error(gram, wide) < TOLERANCE
+    assert relative_error(gram, wide) < TOLERANCE
     assert torch.equal(gram, gram.mT)
     if shape[1] % 8:  # rows that the copy engine cannot address
         return
     square = newton_schulz.symmetric_product(gram, gram, alpha=-0.3, beta=0.5)
-    assert _error(square, 0.5 * gram.float() - 0.3 * gram.float() @ gram.float()) < TOLERANCE
+    assert relative_error(square, 0.5 * gram.float() - 0.3 * gram.float() @ gram.float()) < TOLERANCE
     assert torch.equal(square, square.mT)
 
 

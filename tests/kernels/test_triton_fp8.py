@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from support import triton_interpreter
+from support.naive import relative_error
 
 triton_interpreter.ask()
 
@@ -34,11 +35,6 @@ def _generator(seed: int) -> torch.Generator:
     return torch.Generator().manual_seed(seed)
 
 
-def _error(ours: Tensor, oracle: Tensor) -> float:
-    assert not ours.isnan().any()
-    return float((ours.float() - oracle).norm() / oracle.norm())
-
-
 @pytest.mark.parametrize(("batch", "queries", "slots"), [(1, 1, 150), (2, 9, 100)])
 def test_index_scores_of_e4m3(batch: int, queries: int, slots: int) -> None:
     generator = _generator(slots)
@@ -54,7 +50,7 @@ def test_index_scores_of_e4m3(batch: int, queries: int, slots: int) -> None:
     ours = fast.index_scores(q8, w8, held.values, *visible.narrow, key_scale_BS=held.scale, out=poison, block_s=32)
     seen = oracle > -torch.inf
     assert torch.equal(ours == -torch.inf, ~seen)
-    assert _error(ours[seen], oracle[seen]) < 1e-3
+    assert relative_error(ours[seen], oracle[seen]) < 1e-3
 
 
 def _attention(batch: int, queries: int, heads: int, keys: int, slots: int = 90) -> tuple[Tensor, ...]:
@@ -90,7 +86,7 @@ def test_sparse_mla_fp8(batch: int, queries: int, heads: int, keys: int, splits:
     lse = torch.full((batch, queries, heads), torch.nan, device=DEVICE)
     fast.sparse_mla_fp8(q, packed, selected, scale=SCALE, splits=splits, kind=kind, out=(out, lse))
     oracle, oracle_lse = _oracle(q, packed, selected)
-    assert _error(out, oracle) < (5e-3 if kind is not torch.bfloat16 else 8e-3)
+    assert relative_error(out, oracle) < (5e-3 if kind is not torch.bfloat16 else 8e-3)
     torch.testing.assert_close(lse, oracle_lse, atol=5e-3, rtol=1e-4)  # no operand of the logits is rounded
     assert (out[-1, -1] == 0).all()
     assert (lse[-1, -1] == -torch.inf).all()
@@ -146,7 +142,7 @@ def test_grouped_swiglu_fp8(tokens: int, experts: int, choices: int, width: int,
     y = fast.grouped_swiglu_fp8(x, *packed, expert, weight, tile=(16, 4, 2))
     oracle = grouped_swiglu_fp8(x.cpu().float(), *(_on_cpu(p) for p in packed), expert.cpu(), weight.cpu())
     # A hidden number next to a tie of its rounding may fall to either side: one step of e4m3 each.
-    assert _error(y.cpu(), oracle) < 8e-3
+    assert relative_error(y.cpu(), oracle) < 8e-3
 
 
 def _on_cpu(p: Packed) -> Packed:

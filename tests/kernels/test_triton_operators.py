@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from support import triton_interpreter
+from support.naive import relative_error
 
 triton_interpreter.ask()
 
@@ -28,11 +29,6 @@ TOLERANCE = 5e-3
 
 def _generator(seed: int) -> torch.Generator:
     return torch.Generator().manual_seed(seed)
-
-
-def _error(ours: Tensor, oracle: Tensor) -> float:
-    assert not ours.isnan().any()
-    return float((ours.float() - oracle).norm() / oracle.norm())
 
 
 def _attention_oracle(q: Tensor, kv: Tensor, selected: Tensor, value_dim: int, scale: float) -> tuple[Tensor, Tensor]:
@@ -61,7 +57,7 @@ def test_sparse_mla_matches_the_oracle(batch: int, queries: int, heads: int, key
     selected = _selection(batch, queries, 90, keys, seed=splits).to(DEVICE)
     out, lse = fast.sparse_mla(q, kv, selected, value_dim=32, scale=0.3, splits=splits)
     oracle, oracle_lse = _attention_oracle(q, kv, selected, 32, 0.3)
-    assert _error(out, oracle) < TOLERANCE
+    assert relative_error(out, oracle) < TOLERANCE
     torch.testing.assert_close(lse, oracle_lse, atol=2e-3, rtol=2e-3)
     assert (out[-1, -1] == 0).all(), "a query that selects nothing must give zeros"
     assert (lse[-1, -1] == -torch.inf).all()
@@ -100,7 +96,7 @@ def test_index_scores_match_the_oracle(batch: int, queries: int, slots: int) -> 
     oracle = _scores_oracle(*inputs)
     assert torch.equal(scores == -torch.inf, oracle == -torch.inf)
     seen = oracle > -torch.inf
-    assert _error(scores[seen], oracle[seen]) < 1e-3
+    assert relative_error(scores[seen], oracle[seen]) < 1e-3
 
 
 @pytest.mark.parametrize("batch", [1, 2])
@@ -133,7 +129,7 @@ def test_grouped_swiglu_matches_the_oracle(tokens: int, experts: int, choices: i
     y = fast.grouped_swiglu(x, gate_up, down, expert, weight, tiles=(tile, tile), wide=wide)
     gate, up = torch.einsum("nd,nmfd->nmf", x.float(), gate_up.float()[expert]).chunk(2, -1)
     oracle = torch.einsum("nmf,nmdf,nm->nd", torch.nn.functional.silu(gate) * up, down.float()[expert], weight)
-    assert _error(y, oracle) < TOLERANCE
+    assert relative_error(y, oracle) < TOLERANCE
 
 
 @pytest.mark.parametrize("shared", [False, True])
@@ -157,5 +153,5 @@ def test_the_moe_of_one_token_matches_the_oracle(shared: bool) -> None:
     if beside is not None:
         gate, up, down = (m.float() for m in beside)
         oracle += down @ (torch.nn.functional.silu(gate @ x[0].float()) * (up @ x[0].float()))
-    assert _error(y[0], oracle) < TOLERANCE
+    assert relative_error(y[0], oracle) < TOLERANCE
     assert torch.equal(y, fast.moe_row(x, (router, bias), routed, beside, top_k=choices, **how)), "one order of sums"

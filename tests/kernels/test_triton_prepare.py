@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from support import triton_interpreter
+from support.naive import relative_error
 
 triton_interpreter.ask()
 
@@ -23,35 +24,25 @@ DEVICE = "cuda" if CUDA else "cpu"
 DTYPE = torch.bfloat16 if CUDA else torch.float32
 TOLERANCE = 5e-3 if CUDA else 1e-6
 
-
-@pytest.fixture(autouse=True)
-def specification(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What these tests compare with is plain PyTorch, also where fast versions would run."""
-    monkeypatch.setenv("GLM5_KERNELS", "torch")
+pytestmark = pytest.mark.usefixtures("specification")  # what is compared with is plain PyTorch
 
 
 def _random(*size: int, seed: int, scale: float = 1.0) -> Tensor:
     return (torch.randn(*size, generator=torch.Generator().manual_seed(seed)) * scale).to(DEVICE, DTYPE)
 
 
-def _error(ours: Tensor, oracle: Tensor) -> float:
-    assert ours.shape == oracle.shape
-    assert not ours.isnan().any()
-    return float((ours.double() - oracle.double()).norm() / oracle.double().norm())
-
-
 @pytest.mark.parametrize("width", [16, 200])
 def test_rms_norm_of_rows_at_a_stride(width: int) -> None:
     x = _random(1, 5, width + 24, seed=width)[..., 8 : 8 + width]
     gain = _random(width, seed=1)
-    assert _error(fast.rms_norm(x, gain, 1e-5), rms_norm(x.float(), gain.float(), 1e-5)) < TOLERANCE
+    assert relative_error(fast.rms_norm(x, gain, 1e-5), rms_norm(x.float(), gain.float(), 1e-5)) < TOLERANCE
 
 
 def test_add_rms_norm_is_a_sum_and_its_norm() -> None:
     x, y, gain = _random(2, 3, 80, seed=21), _random(2, 3, 80, seed=22, scale=30.0), _random(80, seed=23)
     total, normed = fast.add_rms_norm(x, y, gain, 1e-5)
     assert torch.equal(total, x + y)
-    assert _error(normed, rms_norm((x + y).float(), gain.float(), 1e-5)) < TOLERANCE
+    assert relative_error(normed, rms_norm((x + y).float(), gain.float(), 1e-5)) < TOLERANCE
 
 
 def test_store_writes_rows_of_both_pools_and_no_others() -> None:
@@ -84,7 +75,7 @@ def test_rms_norm_keeps_nan_to_its_row() -> None:
 
 def test_swiglu_of_halves_of_one_product() -> None:
     gate, up = _random(1, 3, 2 * 300, seed=3, scale=3.0).chunk(2, dim=-1)
-    assert _error(fast.silu_times(gate, up), swiglu(gate.float(), up.float())) < TOLERANCE
+    assert relative_error(fast.silu_times(gate, up), swiglu(gate.float(), up.float())) < TOLERANCE
 
 
 @pytest.mark.parametrize(("heads", "index_heads"), [(5, 3), (17, 2)])
@@ -111,7 +102,7 @@ def test_prepare_matches_the_separate_operators(heads: int, index_heads: int) ->
         (q, index_q), (kv, index_k, index_w), rope, (kv_gain, eps), (k_gain, k_bias, eps), (heads, index_heads)
     )
     for ours, oracle in zip(made, (q_oracle, rows, keys, iq_oracle, weights), strict=True):
-        assert _error(ours, oracle) < TOLERANCE
+        assert relative_error(ours, oracle) < TOLERANCE
     assert made[0].data_ptr() == q.data_ptr(), "queries are rotated where they are"
 
 
@@ -126,7 +117,8 @@ def test_row_product_with_and_without_a_norm_before_it(rows: int, width: int, no
     )
     before = rms_norm(x.float(), gain.float(), 1e-5) if normed else x.float()
     ours = fast.row_product(x, weight, gain if normed else None, 1e-5)
-    assert _error(ours, before @ weight.float().T) < 1.5 * TOLERANCE  # a few numbers, rounded twice before the product
+    # A few numbers, rounded twice before the product.
+    assert relative_error(ours, before @ weight.float().T) < 1.5 * TOLERANCE
 
 
 def test_project_of_one_token_is_project_of_many() -> None:
@@ -147,7 +139,7 @@ def test_project_of_one_token_is_project_of_many() -> None:
             x[:, t : t + 1], rope[:, t : t + 1], query, latent, indexer, (heads, index_heads), (1e-6,) * 3
         )
         for a, b in zip(one, many, strict=True):
-            assert _error(a[0, 0], b[0, t]) < 4 * TOLERANCE
+            assert relative_error(a[0, 0], b[0, t]) < 4 * TOLERANCE
     place_N = torch.tensor([6, 0, 3], device=DEVICE)
     pools = [torch.full((1, 8, made.shape[-1]), 7.0, device=DEVICE, dtype=DTYPE) for made in many[1:3]]
     into = fast.project(
@@ -205,6 +197,6 @@ def test_by_head_writes_beside_the_rotated_part(tokens: int, rotary: int, turned
     rope = x[..., 64:] if rotary else None
     ours = fast.by_head(x[..., :64], weight, rope)
     oracle = torch.einsum("nhx,hxy->nhy", x[..., :64].double(), weight.double())
-    assert _error(ours[..., :128], oracle) < TOLERANCE
+    assert relative_error(ours[..., :128], oracle) < TOLERANCE
     if rotary:
         assert torch.equal(ours[..., 128:], x[..., 64:])

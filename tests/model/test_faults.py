@@ -34,11 +34,7 @@ from support.tiny import tiny_model
 
 K = 24  # index_topk of the tiny model
 
-
-@pytest.fixture(autouse=True)
-def _specifications(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Faults are put into the plain PyTorch versions, so these must be the ones that run."""
-    monkeypatch.setenv("GLM5_KERNELS", "torch")
+pytestmark = pytest.mark.usefixtures("specification")  # faults are put into the plain PyTorch versions
 
 
 # --------------------------------------------------------------------------- the indexer

@@ -39,11 +39,7 @@ from support.tiny import fuse_experts, tiny_config, tiny_model, tiny_tensors, wr
 
 K = 24  # index_topk of the tiny model
 
-
-@pytest.fixture(autouse=True)
-def _specifications(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Faults are put into the plain PyTorch versions, so these must be the ones that run."""
-    monkeypatch.setenv("GLM5_KERNELS", "torch")
+pytestmark = pytest.mark.usefixtures("specification")  # faults are put into the plain PyTorch versions
 
 
 # --------------------------------------------------------------------------- ties, sums and precision

@@ -8,6 +8,13 @@ from torch import Tensor
 from glm5.kernels.visibility import Visibility
 
 
+def relative_error(ours: Tensor, oracle: Tensor) -> float:
+    """|ours - oracle| / |oracle|, of tensors of one shape without NaN."""
+    assert ours.shape == oracle.shape
+    assert not ours.isnan().any()
+    return float((ours.double() - oracle.double()).norm() / oracle.double().norm().clamp(min=1e-30))
+
+
 def interval_mask(visible: Visibility, slots: int) -> Tensor:
     """Boolean [B, T, slots] straight from the definition: first <= s <= last."""
     slot = torch.arange(slots)
