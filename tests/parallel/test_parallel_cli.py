@@ -123,6 +123,7 @@ def test_ctrl_c_saves_and_ends(tmp_path: Path) -> None:
     assert code == 130
     assert err.count("interrupted") == 1
     assert "Traceback" not in err
+    assert "death signal" not in err  # the launcher's own words
     done = len(read_metrics(tmp_path / "run"))
     assert (tmp_path / "run" / "checkpoints" / f"step-{done:08d}").exists()
 

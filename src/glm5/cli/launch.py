@@ -80,7 +80,9 @@ def start(command: str, processes: int, argv: Sequence[str], *, on_gpus: bool, r
     if on_gpus:
         check_gpus(processes)
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // processes)))
-    logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)  # what it knows is said below
+    for name in list(logging.root.manager.loggerDict):  # each of its modules sets a level of its own
+        if name.startswith("torch.distributed.elastic"):
+            logging.getLogger(name).setLevel(logging.CRITICAL)  # what it knows is said below
     launch = LaunchConfig(
         min_nodes=1,
         max_nodes=1,
