@@ -198,6 +198,9 @@ def test_a_form_is_asked_for() -> None:
     assert backend.seen[-1].params.constraint is None
 
 
+USE = {"type": "tool_use", "id": "1", "name": "f", "input": {}}
+
+
 @pytest.mark.parametrize(
     ("body", "word"),
     [
@@ -211,7 +214,12 @@ def test_a_form_is_asked_for() -> None:
         ({"messages": [{"role": "user", "content": ["x"]}]}, "messages[0].content[0].type"),
         ({"messages": [{"role": "user", "content": [{"type": "tool_result", "tool_use_id": 1}]}]}, "tool_use_id"),
         ({"tools": [{"type": "web_search_20250305", "name": "web_search"}]}, "tools[0].type"),
-        ({"tools": [{"name": ""}]}, "tools[0]"),
+        ({"tools": [{"name": ""}]}, "tools[0].name: "),
+        ({"tools": [{"name": "f", "input_schema": 3}]}, "tools[0].input_schema: 3"),
+        (
+            {"messages": [{"role": "assistant", "content": [USE | {"name": " f"}]}, *HI]},
+            "messages[0].content[0].name: ",
+        ),
         ({"tool_choice": {"type": "tool"}, "tools": [TOOL]}, "tool_choice"),
         ({"tool_choice": {"type": "any"}}, "tool_choice"),
         ({"system": [{"type": "text"}]}, "system[0].text"),

@@ -170,6 +170,24 @@ def test_wrong_requests(body: dict[str, Any], status: int) -> None:
     assert not backend.alive
 
 
+CALL = {"type": "function_call", "call_id": "1", "name": "f", "arguments": "{}"}
+
+
+@pytest.mark.parametrize(
+    ("body", "param"),
+    [
+        ({"input": [{"role": "user", "content": "x"}, CALL | {"arguments": "{"}]}, "input[1].arguments"),
+        ({"input": [CALL, CALL | {"name": ""}]}, "input[1].name"),
+        ({"input": "x", "tools": [{"type": "function", "name": " f"}]}, "tools[0].name"),
+        ({"input": "x", "tools": [{"type": "function", "name": "f", "parameters": 3}]}, "tools[0].parameters"),
+    ],
+)
+def test_a_fault_is_named_as_the_item_has_it(body: dict[str, Any], param: str) -> None:
+    client, _ = client_of()
+    answer = client.post("/v1/responses", json=body)
+    assert (answer.status_code, answer.json()["error"]["param"]) == (400, param)
+
+
 def test_failure_in_a_stream() -> None:
     client, backend = client_of(fail_with=RuntimeError("boom"))
     told = events(client.post("/v1/responses", json={"input": "hi", "stream": True}).text)

@@ -18,11 +18,12 @@ from pydantic import Field
 from glm5.serve.client import Stream
 from glm5.serve.http.bodies import Body, Name, Strict, stops
 from glm5.serve.http.conversation import Conversation, Reply, Thinking, ToolChoice, follow, prepare, replies_to
-from glm5.serve.http.errors import AnthropicErrorAnswer, ApiError, Json
+from glm5.serve.http.errors import AnthropicErrorAnswer, ApiError, Json, check_call, renamed
 from glm5.serve.http.server import STREAMED, Events, EventStream, Server, event, new_id, prepared, unless_gone
 from glm5.serve.request import Constraint
 from glm5.text.events import CallArguments, CallEnd, CallStart, Content, Event, Reasoning, fold
 from glm5.text.messages import Message, Tool, ToolCall, messages_from_openai, tools_from_openai
+from glm5.utils.errors import UserError
 
 STOP_REASONS = {"stop": "end_turn", "tool_calls": "tool_use", "length": "max_tokens", "abort": "pause_turn"}
 
@@ -150,6 +151,7 @@ def messages_of(raw: list[dict[str, Any]]) -> list[Message]:
                         raise _wrong(f"{place}.input", block["input"], "an object")
                     name, id = _text(block, "name", place), _text(block, "id", place)
                     calls.append(ToolCall(name, block.get("input", {}), id))
+                    check_call({"name": name, "arguments": block.get("input", {})}, place, "input")
                 case ("user", "tool_result"):
                     out.append(Message("tool", _result(block, place), tool_call_id=_text(block, "tool_use_id", place)))
                 case (_, kind):
@@ -193,7 +195,10 @@ def _tools(raw: list[dict[str, Any]] | None) -> tuple[Tool, ...]:
         if tool.get("description") is not None:
             function["description"] = tool["description"]
         out.append({"type": "function", "function": function})
-    return tools_from_openai(out)
+    try:
+        return tools_from_openai(out)
+    except UserError as error:
+        raise renamed(error, {"].function.parameters": "].input_schema", "].function": "]"}) from None
 
 
 def _result(block: dict[str, Any], place: str) -> str:

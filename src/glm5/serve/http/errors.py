@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import logging
 import re
+from collections.abc import Mapping
 from typing import Any
 
 from fastapi import FastAPI, Request
@@ -18,6 +19,7 @@ from pydantic import BaseModel
 from starlette.exceptions import HTTPException
 
 from glm5.serve.client import Unavailable
+from glm5.text.messages import messages_from_openai
 from glm5.utils.errors import UserError
 
 log = logging.getLogger(__name__)
@@ -119,6 +121,23 @@ def as_api_error(error: Exception) -> ApiError:
             return ApiError(400, "the body is nested too deeply. Flatten it")
     log.error("a request failed", exc_info=error)
     return ApiError(500, f"a fault of the server: {type(error).__name__}")
+
+
+def renamed(error: UserError, names: Mapping[str, str]) -> ApiError:
+    """A fault of what was put into another interface's form, under the names that the client wrote: ours by theirs."""
+    what = error.what
+    for name, written in names.items():
+        what = what.replace(name, written)
+    return as_api_error(UserError(what, error.mend))
+
+
+def check_call(function: Mapping[str, Any], place: str, arguments: str = "arguments") -> None:
+    """Refuse a call that no assistant can have made, naming where the client wrote it, and its arguments as there."""
+    try:
+        messages_from_openai([{"role": "assistant", "tool_calls": [{"function": function}]}])
+    except UserError as error:
+        at = "messages[0].tool_calls[0].function"
+        raise renamed(error, {f"{at}.arguments": f"{place}.{arguments}", at: place}) from None
 
 
 def body_of(error: ApiError, path: str) -> dict[str, Any]:

@@ -29,10 +29,11 @@ from glm5.serve.http.bodies import (
 )
 from glm5.serve.http.chat import Effort
 from glm5.serve.http.conversation import Conversation, Reply, Thinking, ToolChoice, follow, prepare, replies_to, usage
-from glm5.serve.http.errors import ApiError, Json, as_api_error, dumps
+from glm5.serve.http.errors import ApiError, Json, as_api_error, check_call, dumps, renamed
 from glm5.serve.http.server import STREAMED, Events, EventStream, Server, event, new_id, prepared, unless_gone
 from glm5.text.events import CallArguments, CallEnd, CallStart, Content, Event, Reasoning
-from glm5.text.messages import messages_from_openai, tools_from_openai
+from glm5.text.messages import Tool, messages_from_openai, tools_from_openai
+from glm5.utils.errors import UserError
 
 KEPT, KEPT_BYTES = 1024, 256 << 20
 Item = dict[str, Any]
@@ -121,7 +122,7 @@ class ResponsesBody(SamplingFields, Strict):
         return prepare(
             server,
             messages_from_openai([*messages, *_messages(items)], "input"),
-            tools_from_openai(_tools(self.tools)),
+            _tools(self.tools),
             sampling=self.sampling(),
             choice=ToolChoice("named", choice.name) if isinstance(choice, NamedTool) else ToolChoice(choice or "auto"),
             parallel=self.parallel_tool_calls is not False,
@@ -158,6 +159,7 @@ def _messages(items: list[Item]) -> list[Item]:
                 assistant("content", "tool_calls", "reasoning_content")["reasoning_content"] = text
             case "function_call":
                 function = {"name": item.get("name"), "arguments": item.get("arguments")}
+                check_call(function, where)
                 assistant()["tool_calls"].append({"id": item.get("call_id"), "function": function})
             case "function_call_output":
                 output = _text(item.get("output"), f"{where}.output")
@@ -182,7 +184,7 @@ def _text(content: Any, where: str) -> Any:
     return "".join(part["text"] for part in content)
 
 
-def _tools(raw: list[Item] | None) -> list[Item]:
+def _tools(raw: list[Item] | None) -> tuple[Tool, ...]:
     """Tools in the form of chat completions, which the model was trained on."""
     out = []
     for i, tool in enumerate(raw or []):
@@ -191,7 +193,10 @@ def _tools(raw: list[Item] | None) -> list[Item]:
             raise ApiError(400, message, param=f"tools[{i}].type")
         function = {name: tool[name] for name in ("name", "description", "parameters") if tool.get(name) is not None}
         out.append({"type": "function", "function": function})
-    return out
+    try:
+        return tools_from_openai(out)
+    except UserError as error:
+        raise renamed(error, {"].function": "]"}) from None
 
 
 # ---------------------------------------------------------------------------------------------------- our items
