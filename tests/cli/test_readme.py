@@ -8,6 +8,7 @@ have quick equivalents below.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import subprocess
@@ -17,6 +18,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
+
+from glm5.cli.main import main
 
 ROOT = Path(__file__).resolve().parents[2]
 DOCUMENTS = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
@@ -129,6 +132,26 @@ def test_commands_of_the_documents(document: Path, tmp_path: Path) -> None:
 def test_every_block_names_a_known_language(document: Path) -> None:
     for block in blocks(document.read_text(encoding="utf-8"), str(document.relative_to(ROOT))):
         assert block.language in RUN + TEXT, f"{block.where}: ```{block.language}: name one of {', '.join(RUN + TEXT)}"
+
+
+def test_options_that_the_readme_shows_are_there(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Those of commands that are not run here, too."""
+    monkeypatch.setenv("COLUMNS", "400")
+    shown: dict[tuple[str, ...], set[str]] = {}
+    for block in blocks((ROOT / "README.md").read_text(encoding="utf-8"), "README.md"):
+        for line in script(block).splitlines() if block.language == "bash" else ():
+            words = line.split(" #")[0].split()
+            if words[:1] == ["glm5"] and words[1] != "demo":
+                command = tuple(words[1 : 3 if words[1] == "rl" else 2])
+                shown.setdefault(command, set()).update(word for word in words if word.startswith("--"))
+    assert ("midtrain",) in shown
+    for command, options in shown.items():
+        with contextlib.suppress(SystemExit):
+            main([*command, "--help"])
+        known = set(re.findall(r"--[a-z][\w.-]*", capsys.readouterr().out))
+        assert options <= known, f"glm5 {' '.join(command)}"
 
 
 def test_the_makefile_has_each_target_that_is_replaced() -> None:
