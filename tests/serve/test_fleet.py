@@ -668,20 +668,70 @@ def test_memory_of_all_workers_or_of_none(model: GLM5, tmp_path: Path) -> None:
             await c.fleet.release_memory(tags)
             assert all(engine._released == set(tags) for engine in engines)
 
-            resume, engines[1].executor.resume = engines[1].executor.resume, _full  # type: ignore[method-assign]
+            resume, engines[1].cache.resume = engines[1].cache.resume, _full  # type: ignore[method-assign]
             for some in (("weights", "kv_cache"), ("kv_cache",), tags):
                 with pytest.raises(UserError, match=r"out of memory.*resume again"):
                     await c.fleet.resume_memory(some)
                 assert all(engine._released == set(tags) for engine in engines)
                 assert all(engine.cache.hidden.untyped_storage().nbytes() == 0 for engine in engines)
                 assert all(p.numel() == 0 for engine in engines for p in engine.model.parameters())
-            engines[1].executor.resume = resume  # type: ignore[method-assign]
+            engines[1].cache.resume = resume  # type: ignore[method-assign]
             await c.fleet.resume_memory(tags)
             await c.fleet.update_weights(WeightUpdate("disk", path=str(tmp_path / "same")))
             assert c.fleet.paused
             await c.fleet.resume()
             for _ in engines:
                 assert (await c.answer(Request(prompt, GREEDY)))[0].ids == want
+
+    play(test)
+
+
+def test_workers_go_on_where_one_could_not_be_paused_for_a_release(model: GLM5, tmp_path: Path) -> None:
+    async def test() -> None:
+        async with cluster(model, tmp_path, "dd") as c:
+            pause, c.decode[1].engine.pause = c.decode[1].engine.pause, _full  # type: ignore[method-assign]
+            with pytest.raises(Unavailable, match="out of memory"):
+                await c.fleet.release_memory(("kv_cache",))
+            c.decode[1].engine.pause = pause  # type: ignore[method-assign]
+            assert not any(worker.runner.paused for worker in c.decode)
+            assert len(await c.all([Request([7 + i] * 80, GREEDY) for i in range(4)])) == 4
+
+    play(test)
+
+
+def test_nobody_resumes_while_memory_is_given_back(model: GLM5, tmp_path: Path) -> None:
+    """A step in between would make a worker refuse what others have done."""
+    order: list[str] = []
+
+    async def test() -> None:
+        async with cluster(model, tmp_path, "dd") as c:
+            asked, may_go = threading.Event(), threading.Event()
+            first = c.decode[0].engine
+            release, resume = first.release_memory, first.resume
+
+            def slowly(tags: tuple[str, ...]) -> None:
+                asked.set()
+                assert may_go.wait(60)
+                release(tags)
+                order.append("released")
+
+            def resumed() -> None:
+                order.append("resumed")
+                resume()
+
+            first.release_memory, first.resume = slowly, resumed  # type: ignore[method-assign]
+            await c.fleet.pause("keep")
+            releasing = asyncio.ensure_future(c.fleet.release_memory(("kv_cache",)))
+            while not asked.is_set():
+                await asyncio.sleep(0.005)
+            resuming = asyncio.ensure_future(c.fleet.resume())
+            await asyncio.sleep(0.05)
+            assert c.fleet.paused
+            assert c.decode[1].runner.paused
+            may_go.set()
+            await asyncio.gather(releasing, resuming)
+            assert order == ["released", "resumed"]
+            assert not c.decode[1].runner.paused
 
     play(test)
 
@@ -710,6 +760,12 @@ def test_a_group_that_one_worker_cannot_join_is_left_by_all(model: GLM5, tmp_pat
             assert [left[w.name].is_set() for w in c.workers] == [True, True, False]
             await c.fleet.join_group(WeightGroup("127.0.0.1", 1, 1, 4, "good"))
             assert sorted(rank for _, rank in asked[3:]) == [1, 2, 3]
+            for worker in c.workers:
+                await worker.kill()
+            while any(w.lost is None for w in (*c.fleet.prefill, *c.fleet.decode)):
+                await asyncio.sleep(0.005)
+            with pytest.raises(Unavailable):
+                await c.fleet.join_group(WeightGroup("127.0.0.1", 1, 1, 4, "nobody"))
 
     play(test)
 

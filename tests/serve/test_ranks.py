@@ -272,6 +272,20 @@ def _data_parallel(world: World, checkpoints: list[str]) -> Any:
         found["sums"] = engine.checksum()
         engine.update_weights(WeightUpdate("disk", path=checkpoints[1]))
         found["other weights"] = answers(engine, prompts()[mine])
+        # One has no room for its pages: the other, too, takes nothing, neither its own pages nor weights.
+        engine.release_memory(("weights", "kv_cache"))
+        if world.place("dp"):
+            _once_without_room(PagedCache)
+        lockstep.TOGETHER_SECONDS = 0.5
+        with pytest.raises(UserError, match="out of memory" if world.place("dp") else "were not asked for the same"):
+            engine.resume_memory(("weights", "kv_cache"))
+        lockstep.TOGETHER_SECONDS = 60.0
+        assert engine.cache.hidden.untyped_storage().nbytes() == 0
+        assert not any(p.numel() for p in leader.model.parameters())
+        leader.together("both have failed", lambda: None)
+        assert engine.resume_memory(("weights", "kv_cache")) == ("kv_cache", "weights")
+        engine.update_weights(WeightUpdate("disk", path=checkpoints[0]))
+        found["resumed"] = answers(engine, prompts()[mine])
         engine.close()
         return found
 
@@ -287,6 +301,7 @@ def test_two_ranks_with_half_of_the_experts_each(checkpoints: list[str], expecte
             same(found[f"{name}, warm"], expected[f"{name}, warm"][mine])
         assert found["sums"] == expected["sums"]
         same(found["other weights"], expected["other weights"][mine])
+        same(found["resumed"], expected["drafts"][mine])
         parameters = list(agreeable(0).named_parameters())
         experts = sum(p.numel() for name, p in parameters if ".experts." in name)
         assert held == sum(p.numel() for _, p in parameters) - experts // 2

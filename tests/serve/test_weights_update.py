@@ -217,6 +217,14 @@ def test_a_group_that_is_given_up_while_it_is_joined(listens: bool) -> None:
         source.leave("trainer")
 
 
+@pytest.mark.filterwarnings("ignore:Device capability")
+def test_a_group_of_an_unknown_backend_leaves_its_name_free() -> None:
+    source = weights.WeightSource(tiny_model(0).eval())
+    for _ in range(2):
+        with pytest.raises(UserError, match=r"cannot join trainer .*backend"):
+            source.join(WeightGroup("127.0.0.1", free_port(), 0, 1, "trainer", "nvlink"))
+
+
 def test_a_group_that_is_there_after_it_was_given_up_is_left(monkeypatch: pytest.MonkeyPatch) -> None:
     may_join, left = threading.Event(), threading.Event()
 

@@ -440,9 +440,12 @@ class Engine:
         back = self._released.intersection(tags)
         left, weights = self._released - back, "weights" in back
         try:
-            if weights:
+            if "kv_cache" in back:
+                self.cache.resume()
+            if weights:  # last: where leaders share experts all take them at once, and cannot give them back alone
                 self._weights.resume()
-            self.executor.resume(pages="kv_cache" in back, record=bool(back) and not left)
+            if back and not left:
+                self.executor.record()
         except (RuntimeError, UserError) as error:
             told = no_memory(error)
             if told is None:

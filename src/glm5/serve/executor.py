@@ -1,7 +1,7 @@
 """What lies on the device, and the part of a step that needs it: drafts, one pass of the trunk, ids.
 
     drafts = MTP block        of each decoding item, as many as it asks for
-    hidden = trunk            one flat call over everything; or a recorded step; or the invariant mode's
+    hidden = trunk            a recorded step of what decodes, and one flat call, or the invariant mode's, of the rest
     chosen = sampler          the head's logits of the rows that give ids, drafts checked
 
 `Executor.run` is the three in turn, in whatever thread the engine chooses. The engine's other methods may be called
@@ -131,11 +131,11 @@ class Executor:
         spare = self._recorder() is not None  # a page that is nobody's, for padding
         self.cache = new_pages(model.config, self.pages + spare, config.host_pages, **options)
         self.drafter = Drafter(model, self.cache, sampler) if config.drafts else None
-        self._record()
+        self.record()
 
     # ------------------------------------------------------------------ recorded steps, and memory
-    def _record(self) -> None:
-        """Begin to record decode steps, where that is possible."""
+    def record(self) -> None:
+        """Begin to record decode steps, where that is possible. All memory must be there."""
         model, config = self._model, self._config
         if model.device.type == "cuda":
             model.lay_out()  # again where weights have been given new memory
@@ -181,13 +181,6 @@ class Executor:
             self.cache.release()
         if self._model.device.type == "cuda":
             torch.cuda.empty_cache()
-
-    def resume(self, *, pages: bool, record: bool) -> None:
-        """Take the memory of the pages again; `record`: all is there, so that steps can be recorded."""
-        if pages:
-            self.cache.resume()
-        if record:
-            self._record()
 
     # ------------------------------------------------------------------ a step
     @torch.inference_mode()

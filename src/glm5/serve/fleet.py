@@ -299,10 +299,11 @@ class Fleet:
         await self._all("pause", "retract" if mode == "retract" else "keep")
 
     async def resume(self) -> None:
-        """As `Backend.resume`."""
-        self._paused = None
-        await self._all("resume")
-        self._may_begin.set()
+        """As `Backend.resume`. Not while memory is given back: nobody may make a step then."""
+        async with self._memory:
+            self._paused = None
+            await self._all("resume")
+            self._may_begin.set()
 
     async def flush(self) -> bool:
         """As `Backend.flush`: all, or False. Leases of requests that have ended are returned first."""
@@ -323,6 +324,8 @@ class Fleet:
         """Worker i joins as rank `rank_offset` + i, prefill workers first: all, or none, since they wait for each
         other."""
         each = {w: replace(group, rank_offset=group.rank_offset + i) for i, w in enumerate(self._here())}
+        if not each:
+            raise Unavailable(self.failure or "no worker is there")
         joining = {w: asyncio.ensure_future(w.call("join_group", one)) for w, one in each.items()}
         await asyncio.wait(joining.values(), return_when=asyncio.FIRST_EXCEPTION)
         error = next((e for task in joining.values() if task.done() and (e := task.exception())), None)
@@ -369,9 +372,9 @@ class Fleet:
         async with self._memory:
             await asyncio.gather(*self._behind)
             held = self._paused is None
-            if held:
-                await self._all("pause", "keep")
             try:
+                if held:
+                    await self._all("pause", "keep")
                 yield
             finally:
                 if held and self._paused is None:

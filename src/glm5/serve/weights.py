@@ -178,7 +178,7 @@ class WeightSource:
             joining.result()
         except CancelledError:
             raise UserError(f"joining {name} was given up", "Join it again, over another port of rank 0") from None
-        except UserError:
+        except Exception:
             self._forget(name, joining)
             raise
 
@@ -304,9 +304,9 @@ class Joined:
                 group_name=group.group_name,  # type: ignore[arg-type]
                 timeout=JOIN_TIMEOUT,
             )
-        except (RuntimeError, ValueError, OSError) as error:
+        except (RuntimeError, ValueError, OSError, AssertionError) as error:  # the last of an unknown backend
             what = f"cannot join {group.group_name} at {host}:{port}: {str(error).partition(chr(10))[0]}"
-            raise UserError(what, "Check address, ranks and size") from None
+            raise UserError(what, "Check address, ranks, size and backend") from None
         assert isinstance(made, dist.ProcessGroup)
         c10d._world.pg_group_ranks[made] = {i: i for i in range(size)}
         self._group: dist.ProcessGroup | None = made
