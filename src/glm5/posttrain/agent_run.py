@@ -290,7 +290,7 @@ class Field:
 
     async def _success(self, count: int) -> dict[str, float]:
         assert self._orchestrator is not None, "it has begun"
-        tasks = self._orchestrator.services
+        tasks, room = self._orchestrator.services, self._orchestrator.room
         deadline = time.monotonic() + FIRST_S
         while not tasks.known and time.monotonic() < deadline:
             await asyncio.sleep(0.1)
@@ -300,7 +300,7 @@ class Field:
             sampling = {**self._sampling, "temperature": GREEDY}
             sessions = Sessions(self.engines.url, http, sampling=sampling, api_key=self.engines.key)
             options = replace(self.config.rollout, seed=self.config.learn.seed + HELD_OUT_SEED)
-            return await held_out.success(tasks, sessions, options, list(tasks.known), count)
+            return await held_out.success(tasks, sessions, options, list(tasks.known), count, room)
 
 
 _PLAIN = Sampling()

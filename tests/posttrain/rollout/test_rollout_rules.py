@@ -615,7 +615,8 @@ async def measured(desk: Desk, count: int, **changes: Any) -> dict[str, float]:
     before = desk.samples().keys()
     sessions = Sessions("http://gateway", desk.network.client(), sampling={"temperature": 1e-4})
     options = replace(SMALL, **changes)
-    found = await held_out.success(desk.orchestrator.services, sessions, options, ["talk"], count)
+    of = desk.orchestrator
+    found = await held_out.success(of.services, sessions, options, ["talk"], count, of.room)
     assert not any(name.startswith("held-") for name in desk.samples().keys() - before)
     left = (await desk.network.client("http://gateway").get("/sessions")).json()["sessions"]
     assert not [name for name in left if name.startswith("held-")]
@@ -649,6 +650,48 @@ def test_held_out_prompts_are_counted_by_the_rules_of_any_sample(tmp_path: Path)
         await over(8)(desk)
 
     played(tmp_path / "t", play, talk)
+
+
+def test_held_out_prompts_and_samples_are_together_no_more_than_a_service_bears(tmp_path: Path) -> None:
+    """And are not held up by samples, of which there are always more."""
+
+    class Narrow(Talk):
+        concurrency, now, most = 3, 0, 0
+
+        async def rollout(self, asked: Rollout, policy: Policy) -> Result:
+            self.now += 1
+            self.most = max(self.most, self.now)
+            try:
+                return await super().rollout(asked, policy)
+            finally:
+                self.now -= 1
+
+    narrow = Narrow(groups=None, judge=lambda asked: judged(1.0))
+
+    async def play(desk: Desk) -> None:
+        await desk.until(lambda: narrow.now == 3)
+        before, began = desk.orchestrator.figures.finished, asyncio.get_running_loop().time()
+        assert await measured(desk, 6) == {"talk": 1.0}
+        assert asyncio.get_running_loop().time() - began < 5
+        assert narrow.most == 3
+        await over(before + 6)(desk)  # samples go on
+
+    played(tmp_path / "t", play, narrow)
+
+
+def test_nobody_waits_for_room_where_the_orchestrator_has_ended(tmp_path: Path) -> None:
+    narrow = Talk(groups=None, seconds=5.0)
+    narrow.concurrency = 1
+
+    async def play(desk: Desk) -> None:
+        await desk.until(lambda: narrow.begun)
+        measuring = asyncio.ensure_future(measured(desk, 1))
+        await asyncio.sleep(1.0)
+        await desk.orchestrator.close()
+        async with asyncio.timeout(60):
+            await measuring
+
+    played(tmp_path / "t", play, narrow)
 
 
 def test_a_measurement_outlives_the_service_s_process_and_its_connections(tmp_path: Path) -> None:

@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import Collection
+from collections.abc import Callable, Collection
+from contextlib import AbstractAsyncContextManager
 
 from glm5.posttrain.outcome import reward_of
 from glm5.posttrain.rollout.options import RolloutOptions
@@ -20,12 +21,17 @@ HELD = "held-"  # what the names of such samples begin with
 
 
 async def success(
-    services: Services, sessions: Sessions, options: RolloutOptions, tasks: Collection[str], count: int
+    services: Services,
+    sessions: Sessions,
+    options: RolloutOptions,
+    tasks: Collection[str],
+    count: int,
+    room: Callable[[str], AbstractAsyncContextManager[None]],
 ) -> dict[str, float]:
     """Mean reward of so many prompts of each task; nothing of a task that has no verdict at all.
 
     Args:
-        sessions: with greedy answers. options: `seed` is the prompts' own.
+        sessions: with greedy answers. options: `seed` is the prompts' own. room: `Orchestrator.room`.
 
     Raises:
         UserError: the gateway refuses what a session asks for.
@@ -34,7 +40,7 @@ async def success(
     gate = asyncio.Semaphore(AT_ONCE)
 
     async def one(task: str, index: int) -> tuple[str, float | None]:
-        async with gate:
+        async with gate, room(task):
             job = Job(f"{HELD}{task}-{index}-0", task, index, 0)
             ending = await drawing.run(job)
             drawing.forget(job)

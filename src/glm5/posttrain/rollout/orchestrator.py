@@ -16,9 +16,9 @@ import asyncio
 import hashlib
 import logging
 from collections import Counter, defaultdict, deque
-from collections.abc import Callable, Collection
+from collections.abc import AsyncIterator, Callable, Collection
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
+from contextlib import asynccontextmanager, suppress
 from typing import Any, ParamSpec, TypeVar
 
 import httpx
@@ -43,6 +43,7 @@ P = ParamSpec("P")
 T = TypeVar("T")
 
 DISK_S = 1.0  # before a store that could not be written is tried again
+ROOM_S = 0.05  # until it is looked again whether a service has room
 
 
 class Orchestrator:
@@ -92,7 +93,8 @@ class Orchestrator:
         self._blocked_until = self._looked = float("-inf")
         self._ready = asyncio.Event()
         self._meeting: defaultdict[str, asyncio.Lock] = defaultdict(asyncio.Lock)  # one that hangs holds up no other
-        self._under_way: Counter[str] = Counter()  # of `running`, by task
+        self._under_way: Counter[str] = Counter()  # of `running`, and of what has `room`, by task
+        self._kept_free: Counter[str] = Counter()  # for what waits for `room`
 
     # -------------------------------------------------------------------------------------------------- services
     async def offered(self, offer: Offer, http: httpx.AsyncClient | None = None) -> None:
@@ -179,6 +181,7 @@ class Orchestrator:
         for hosted in self._hosted:
             await hosted.stop()
         self._hosted.clear()
+        self._under_way.clear()  # whoever waits for room need not any more
         self._thread.shutdown()
         if not self._given:
             await self._http.aclose()
@@ -297,8 +300,25 @@ class Orchestrator:
         return groups is None or self._groups.get(task, 0) < groups
 
     def _room(self, task: str) -> bool:
-        """Whether a service would take another rollout."""
-        return self.services.there(task) and self._under_way[task] < self.services.known[task].offer.concurrency
+        """Whether a service would take another sample's rollout."""
+        taken = self._under_way[task] + self._kept_free[task]
+        return self.services.there(task) and taken < self.services.known[task].offer.concurrency
+
+    @asynccontextmanager
+    async def room(self, task: str) -> AsyncIterator[None]:
+        """Room at a service for a rollout that is no sample's. Samples that have not begun wait for it."""
+        self._kept_free[task] += 1
+        try:
+            while self._under_way[task] >= self.services.known[task].offer.concurrency:
+                await asyncio.sleep(ROOM_S)
+        finally:
+            self._kept_free[task] -= 1
+        self._under_way[task] += 1
+        try:
+            yield
+        finally:
+            self._under_way[task] -= 1
+            self._news.set()
 
     async def _begin(self, task: str) -> bool:
         """Start a group; False if the disk refuses."""
