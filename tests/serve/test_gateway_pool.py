@@ -147,6 +147,21 @@ def test_a_group_and_memory_of_all_engines() -> None:
         await pool.release_memory(("kv_cache",))
         assert all(("release", ("kv_cache",)) in made for made in calls)
         assert pool.paused
+        await pool.resume()
+
+        async def lost() -> bool:
+            raise Unavailable("e2 is gone")
+
+        async def refused(mode: str) -> None:
+            raise UserError(mode, "Ask for what it offers")
+
+        pool.engines["e2"].flush = lost  # type: ignore[method-assign]
+        await pool.release_memory(("weights",))
+        assert ("release", ("weights",)) in calls[0]
+        pool.engines["e2"].pause = refused  # type: ignore[method-assign, assignment]
+        with pytest.raises(UserError, match="keep"):
+            await pool.release_memory(("cuda_graph",))
+        assert not any(engine.paused for engine in pool.engines.values())
 
     asyncio.run(go())
 

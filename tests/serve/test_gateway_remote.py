@@ -160,6 +160,9 @@ def test_versions_and_what_an_engine_must_tell() -> None:
         (request, {"output_token_logprobs": [[-math.inf, 5, None], *pairs[1:]]}, "-inf is no log-probability"),
         (request, {"weight_versions": ["1", "2"]}, "2 versions of 3 ids"),
         (request, {"weight_versions": ["1", "1", "2", "2"]}, "4 versions of 3 ids"),
+        (request, {"output_top_logprobs": [[], []]}, "2 lists of the likeliest ids of 3 ids"),
+        (kept, {**cut, "top_p_token_offsets": [0, 2, 3], "top_p_logprobs": [0.0] * 2}, "2 sets of kept ids of 3 ids"),
+        (kept, {**cut, "top_p_logprobs": [0.0] * 2}, "2 probabilities of 3 kept sets"),
         (kept, {**cut, "top_p_token_ids": [8, 9, 6, 7]}, "drew 5, which is not among"),
     ):
         with pytest.raises(Unavailable, match=said):

@@ -148,7 +148,7 @@ class Backend(Protocol):
         ...
 
     async def resume_memory(self, tags: tuple[str, ...]) -> None:
-        """Take memory again, of all engines or of none."""
+        """Take memory again: all engines of one server, or none."""
         ...
 
     async def probe(self, timeout_s: float) -> bool:

@@ -116,7 +116,7 @@ class EnginePool:
         await self._all(lambda engine: engine.resume())
 
     async def flush(self) -> bool:
-        return all(await self._all(lambda engine: engine.flush()))
+        return False not in await self._all(lambda engine: engine.flush())  # who is lost says nothing
 
     async def update_weights(self, update: WeightUpdate) -> None:
         """Push new weights to every engine, and leave out those that do not confirm them."""
@@ -147,9 +147,9 @@ class EnginePool:
     async def release_memory(self, tags: tuple[str, ...]) -> None:
         """Of all, or of none: each is asked first to forget its prefixes, which it cannot while requests run."""
         held = not self.paused
-        if held:
-            await self.pause("keep")
         try:
+            if held:
+                await self.pause("keep")
             if not await self.flush():
                 raise UserError("requests run", "Abort them, or pause with mode retract, before memory is released")
             await self._all(lambda engine: engine.release_memory(tags))
@@ -158,6 +158,7 @@ class EnginePool:
                 await self.resume()
 
     async def resume_memory(self, tags: tuple[str, ...]) -> None:
+        """Of each by itself: engines do not say what they had released. Where one has no room, ask all once more."""
         await self._all(lambda engine: engine.resume_memory(tags))
 
     async def probe(self, timeout_s: float) -> bool:

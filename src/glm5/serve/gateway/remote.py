@@ -278,7 +278,10 @@ def deltas_of(request: Request, told: dict[str, Any], engine: HttpEngine) -> lis
     versions = meta.get("weight_versions") or [oldest] * len(ids)
     tops = meta.get("output_top_logprobs") or [()] * len(ids)
     kept = _kept(meta, engine) if p.kept_set else [(None, 0.0)] * len(ids)
-    _check(engine, ids, [pair[0] for pair in pairs], versions, [one for one, _ in kept])
+    for name, each in (("versions", versions), ("lists of the likeliest ids", tops), ("sets of kept ids", kept)):
+        if len(each) != len(ids):
+            raise Unavailable(f"engine {engine.url}: {len(each)} {name} of {len(ids)} ids")
+    _check(engine, ids, [pair[0] for pair in pairs], [one for one, _ in kept])
     info = [
         TokenInfo(pair[0], tuple((id, value) for value, id, *_ in top), *of)
         for pair, top, of in zip(pairs, tops, kept, strict=bool(pairs))
@@ -304,11 +307,7 @@ def deltas_of(request: Request, told: dict[str, Any], engine: HttpEngine) -> lis
 
 
 def _check(
-    engine: HttpEngine,
-    ids: Sequence[Any],
-    logprobs: Sequence[Any],
-    versions: Sequence[Any],
-    kept: Sequence[Sequence[int] | None],
+    engine: HttpEngine, ids: Sequence[Any], logprobs: Sequence[Any], kept: Sequence[Sequence[int] | None]
 ) -> None:
     """Refuse what cannot be: it would end a learner, again whenever that begins anew, or teach it something wrong."""
     said = f"engine {engine.url}"
@@ -316,8 +315,6 @@ def _check(
         raise Unavailable(f"{said} drew {wrong[0]!r}, which is no id of the {engine.vocab_size:,} that are")
     if odd := [one for one in logprobs if not isinstance(one, float | int) or not -math.inf < one <= 1e-3]:
         raise Unavailable(f"{said}: {odd[0]!r} is no log-probability")
-    if len(versions) != len(ids):
-        raise Unavailable(f"{said}: {len(versions)} versions of {len(ids)} ids")
     if out := [id for id, one in zip(ids, kept, strict=True) if one is not None and id not in one]:
         raise Unavailable(f"{said} drew {out[0]}, which is not among those that truncation kept")
 
@@ -327,7 +324,9 @@ def _kept(meta: dict[str, Any], engine: HttpEngine) -> list[tuple[tuple[int, ...
     sets, offsets, masses = (meta.get(f"top_p_{name}") for name in ("token_ids", "token_offsets", "logprobs"))
     if sets is None or offsets is None or masses is None:
         raise Unavailable(f"engine {engine.url} does not tell what truncation kept, and with which probability")
-    spans = pairwise(offsets)
+    spans = list(pairwise(offsets))
+    if len(spans) != len(masses):
+        raise Unavailable(f"engine {engine.url}: {len(masses)} probabilities of {len(spans)} kept sets")
     every = engine.vocab_size
     return [(None if b - a == every else tuple(sets[a:b]), m) for (a, b), m in zip(spans, masses, strict=True)]
 
