@@ -82,3 +82,29 @@ def test_whoever_waits_for_the_event_loop_beats(monkeypatch: pytest.MonkeyPatch)
     with Engines({"one": Scripted()}) as engines:
         engines.beat = beaten.set
         assert engines.call(long())
+
+
+def test_whoever_waits_is_told_who_holds_the_event_loop_up(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A measurement is waited for, however long it takes, and a rollout may block."""
+    monkeypatch.setattr(module, "BEAT_S", 0.01)
+    monkeypatch.setattr(module, "STILL_S", 0.1)
+    told = threading.Event()
+
+    class Heard(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            if "nothing has gone on for 0.1 s in" in record.getMessage():
+                told.set()
+
+    async def blocks() -> bool:
+        return told.wait(60)
+
+    handler = Heard()
+    module.log.addHandler(handler)
+    try:
+        with Engines({"one": Scripted()}) as engines:
+            assert engines.call(blocks())
+    finally:
+        module.log.removeHandler(handler)
+    assert "make it a plain `def`" in caplog.text

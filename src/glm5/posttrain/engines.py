@@ -171,10 +171,12 @@ class Engines:
             self._loop.close()
 
     def call(self, work: Coroutine[Any, Any, T]) -> T:
-        """Do something in the event loop, and wait for it; whoever may take us for dead hears a `beat` meanwhile."""
+        """Do something in the event loop, and wait for it; whoever may take us for dead hears a `beat` meanwhile, and
+        who holds the loop up is named."""
         waited = self.spawn(work)
         while not wait({waited}, BEAT_S).done:
             self.beat()
+            self._stands()
         return waited.result()
 
     def spawn(self, work: Coroutine[Any, Any, T]) -> Future[T]:
