@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from glm5.kernels import cuda
+from glm5.kernels.cpu.build import available
 from glm5.model.glm5 import GLM5
 from glm5.model.paged import PagedBatch, PagedCache, Run
 from glm5.serve import graphs
@@ -68,14 +69,16 @@ def test_recorded_steps_give_the_same_answers(drafts: int) -> None:
 
 
 @pytest.mark.usefixtures("recorded")
-@pytest.mark.parametrize("drafts", [0, 2])
-def test_sequences_that_decode_beside_prompts_are_replayed_too(drafts: int) -> None:
+@pytest.mark.parametrize(("drafts", "invariant"), [(0, False), (2, False), (2, True)])
+def test_sequences_that_decode_beside_prompts_are_replayed_too(drafts: int, invariant: bool) -> None:
     """A long prompt in small chunks: nearly every step of the others is one beside a part of it."""
+    if invariant and not available()[0]:
+        pytest.skip(available()[1])
     model = agreeable(0).eval()
     long = torch.randint(6, 320, (200,), generator=torch.Generator().manual_seed(5)).tolist()
     told = []
     for config in (PLAIN, replace(PLAIN, cuda_graphs=True)):
-        engine = Engine(model, replace(config, drafts=drafts, chunk=8, max_batched_tokens=32))
+        engine = Engine(model, replace(config, drafts=drafts, invariant=invariant, chunk=8, max_batched_tokens=32))
         short = [Request(ids, GREEDY) for ids in _prompts()[:3]]
         told.append((answered(engine, [*short, Request(long, GREEDY)]), engine.info()))
     (plain, none), (ours, some) = told
@@ -83,6 +86,7 @@ def test_sequences_that_decode_beside_prompts_are_replayed_too(drafts: int) -> N
     assert some["recorded_steps"] > (10 if drafts else 25)
     for a, b in zip(ours, plain, strict=True):
         assert a.ids == b.ids
+        assert a.info == b.info or not invariant
         torch.testing.assert_close(
             torch.tensor([i.logprob for i in a.info]), torch.tensor([i.logprob for i in b.info]), atol=2e-5, rtol=0
         )
