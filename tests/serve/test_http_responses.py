@@ -178,6 +178,12 @@ CALL = {"type": "function_call", "call_id": "1", "name": "f", "arguments": "{}"}
     [
         ({"input": [{"role": "user", "content": "x"}, CALL | {"arguments": "{"}]}, "input[1].arguments"),
         ({"input": [CALL, CALL | {"name": ""}]}, "input[1].name"),
+        ({"instructions": "x", "input": [{"role": "user", "content": 5}]}, "input[0].content"),
+        ({"instructions": "x", "input": [CALL, CALL, {"role": "robot", "content": "x"}]}, "input[2].role"),
+        ({"input": [CALL, {"type": "function_call_output", "call_id": "1", "output": 5}]}, "input[1].output"),
+        ({"input": [{"type": "function_call_output", "call_id": 1, "output": "x"}]}, "input[0].call_id"),
+        ({"input": [CALL | {"call_id": 5}]}, "input[0].call_id"),
+        ({"input": [{"type": "reasoning", "content": 5}]}, "input[0].content"),
         ({"input": "x", "tools": [{"type": "function", "name": " f"}]}, "tools[0].name"),
         ({"input": "x", "tools": [{"type": "function", "name": "f", "parameters": 3}]}, "tools[0].parameters"),
     ],
@@ -185,6 +191,9 @@ CALL = {"type": "function_call", "call_id": "1", "name": "f", "arguments": "{}"}
 def test_a_fault_is_named_as_the_item_has_it(body: dict[str, Any], param: str) -> None:
     client, _ = client_of()
     answer = client.post("/v1/responses", json=body)
+    assert (answer.status_code, answer.json()["error"]["param"]) == (400, param)
+    kept = client.post("/v1/responses", json={"input": "x"}).json()["id"]  # whose items are none of the client's now
+    answer = client.post("/v1/responses", json={**body, "previous_response_id": kept})
     assert (answer.status_code, answer.json()["error"]["param"]) == (400, param)
 
 

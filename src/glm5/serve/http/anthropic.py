@@ -18,7 +18,7 @@ from pydantic import Field
 from glm5.serve.client import Stream
 from glm5.serve.http.bodies import Body, Name, Strict, stops
 from glm5.serve.http.conversation import Conversation, Reply, Thinking, ToolChoice, follow, prepare, replies_to
-from glm5.serve.http.errors import AnthropicErrorAnswer, ApiError, Json, check_call, renamed
+from glm5.serve.http.errors import CALL, AnthropicErrorAnswer, ApiError, Json, check_call, renamed
 from glm5.serve.http.server import STREAMED, Events, EventStream, Server, event, new_id, prepared, unless_gone
 from glm5.serve.request import Constraint
 from glm5.text.events import CallArguments, CallEnd, CallStart, Content, Event, Reasoning, fold
@@ -151,7 +151,8 @@ def messages_of(raw: list[dict[str, Any]]) -> list[Message]:
                         raise _wrong(f"{place}.input", block["input"], "an object")
                     name, id = _text(block, "name", place), _text(block, "id", place)
                     calls.append(ToolCall(name, block.get("input", {}), id))
-                    check_call({"name": name, "arguments": block.get("input", {})}, place, "input")
+                    names = {f"{CALL}.function.arguments": f"{place}.input", f"{CALL}.function": place}
+                    check_call({"name": name, "arguments": block.get("input", {})}, id, names)
                 case ("user", "tool_result"):
                     out.append(Message("tool", _result(block, place), tool_call_id=_text(block, "tool_use_id", place)))
                 case (_, kind):

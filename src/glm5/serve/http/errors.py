@@ -43,6 +43,8 @@ TYPES = {
 # A message that names a field begins with it: `stop: ...`, `messages[1].content: ...`, `rid='a' is in use`.
 FIELD = re.compile(r"[a-z_]\w*(\[\d+\]|\.\w+)*(?==|: )")
 
+MESSAGE, CALL = "messages[0]", "messages[0].tool_calls[0]"  # what checks of one message or call name
+
 
 class ApiError(Exception):
     """An answer that is not 200.
@@ -131,13 +133,17 @@ def renamed(error: UserError, names: Mapping[str, str]) -> ApiError:
     return as_api_error(UserError(what, error.mend))
 
 
-def check_call(function: Mapping[str, Any], place: str, arguments: str = "arguments") -> None:
-    """Refuse a call that no assistant can have made, naming where the client wrote it, and its arguments as there."""
+def check_message(message: Mapping[str, Any], names: Mapping[str, str]) -> None:
+    """Refuse a message that no conversation can have, under the names that the client wrote for those of `MESSAGE`."""
     try:
-        messages_from_openai([{"role": "assistant", "tool_calls": [{"function": function}]}])
+        messages_from_openai([message])
     except UserError as error:
-        at = "messages[0].tool_calls[0].function"
-        raise renamed(error, {f"{at}.arguments": f"{place}.{arguments}", at: place}) from None
+        raise renamed(error, names) from None
+
+
+def check_call(function: Mapping[str, Any], id: Any, names: Mapping[str, str]) -> None:
+    """The same of an assistant's call; names: of its parts in `CALL`."""
+    check_message({"role": "assistant", "tool_calls": [{"id": id, "function": function}]}, names)
 
 
 def body_of(error: ApiError, path: str) -> dict[str, Any]:

@@ -29,7 +29,17 @@ from glm5.serve.http.bodies import (
 )
 from glm5.serve.http.chat import Effort
 from glm5.serve.http.conversation import Conversation, Reply, Thinking, ToolChoice, follow, prepare, replies_to, usage
-from glm5.serve.http.errors import ApiError, Json, as_api_error, check_call, dumps, renamed
+from glm5.serve.http.errors import (
+    CALL,
+    MESSAGE,
+    ApiError,
+    Json,
+    as_api_error,
+    check_call,
+    check_message,
+    dumps,
+    renamed,
+)
 from glm5.serve.http.server import STREAMED, Events, EventStream, Server, event, new_id, prepared, unless_gone
 from glm5.text.events import CallArguments, CallEnd, CallStart, Content, Event, Reasoning
 from glm5.text.messages import Tool, messages_from_openai, tools_from_openai
@@ -121,7 +131,7 @@ class ResponsesBody(SamplingFields, Strict):
         choice = self.tool_choice
         return prepare(
             server,
-            messages_from_openai([*messages, *_messages(items)], "input"),
+            messages_from_openai([*messages, *_messages(items, len(items) - len(self.items()))], "input"),
             _tools(self.tools),
             sampling=self.sampling(),
             choice=ToolChoice("named", choice.name) if isinstance(choice, NamedTool) else ToolChoice(choice or "auto"),
@@ -134,8 +144,9 @@ class ResponsesBody(SamplingFields, Strict):
 
 
 # ---------------------------------------------------------------------------------------------------- their items
-def _messages(items: list[Item]) -> list[Item]:
-    """Items as chat messages: thinking and calls that stand together are one assistant's message."""
+def _messages(items: list[Item], kept: int) -> list[Item]:
+    """Items as chat messages: thinking and calls that stand together are one assistant's message. The first `kept` are
+    of earlier responses, so that the client counts from there."""
     out: list[Item] = []
 
     def assistant(*without: str) -> Item:
@@ -145,10 +156,11 @@ def _messages(items: list[Item]) -> list[Item]:
         return out[-1]
 
     for i, item in enumerate(items):
-        where = f"input[{i}]"
+        where = f"input[{i - kept}]"
         match item.get("type", "message"):
             case "message":
                 text = _text(item.get("content"), f"{where}.content")
+                check_message({"role": item.get("role"), "content": text}, {MESSAGE: where})
                 if item.get("role") == "assistant":
                     assistant("content", "tool_calls")["content"] = text
                 else:
@@ -156,14 +168,20 @@ def _messages(items: list[Item]) -> list[Item]:
             case "reasoning":
                 parts = item.get("content") or []
                 text = _text(parts, f"{where}.content")
+                names = {f"{MESSAGE}.reasoning_content": f"{where}.content"}
+                check_message({"role": "assistant", "reasoning_content": text}, names)
                 assistant("content", "tool_calls", "reasoning_content")["reasoning_content"] = text
             case "function_call":
                 function = {"name": item.get("name"), "arguments": item.get("arguments")}
-                check_call(function, where)
-                assistant()["tool_calls"].append({"id": item.get("call_id"), "function": function})
+                id = item.get("call_id")
+                check_call(function, id, {f"{CALL}.id": f"{where}.call_id", f"{CALL}.function": where})
+                assistant()["tool_calls"].append({"id": id, "function": function})
             case "function_call_output":
                 output = _text(item.get("output"), f"{where}.output")
-                out.append({"role": "tool", "tool_call_id": item.get("call_id"), "content": output})
+                answer = {"role": "tool", "tool_call_id": item.get("call_id"), "content": output}
+                names = {f"{MESSAGE}.content": f"{where}.output", f"{MESSAGE}.tool_call_id": f"{where}.call_id"}
+                check_message(answer, names)
+                out.append(answer)
             case kind:
                 message = f"{where}.type: {str(kind)[:80]!r} is not offered. Send text and functions"
                 raise ApiError(400, message, param=f"{where}.type")
