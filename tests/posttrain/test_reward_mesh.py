@@ -9,14 +9,18 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from test_reward_model import config
+from test_reward_model import config, trunk
 
+from glm5.parallel.mesh import World
+from glm5.posttrain.reward.data import Example
 from glm5.posttrain.reward.model import RewardModel
-from glm5.posttrain.reward.train import RewardModelConfig, train_reward_model
+from glm5.posttrain.reward.train import RewardModelConfig, RewardTrainer, train_reward_model
+from glm5.train.ranks import Ranks
 from glm5.train.schedule import LearningRate
 from glm5.utils.config_io import save
-from glm5.utils.errors import ConfigError
+from glm5.utils.errors import CheckpointError, ConfigError
 from glm5.utils.runlog import read_metrics
+from support.ranks import run_ranks
 
 
 def in_two(given: RewardModelConfig) -> str:
@@ -59,3 +63,23 @@ def test_a_mesh_that_would_divide_the_model_is_refused(tmp_path: Path) -> None:
     for mesh in ("dp=2,ep=2", "tp=2", "dp=2,shard=1"):
         with pytest.raises(ConfigError, match="may have dp alone"):
             RewardModelConfig(mesh=mesh)
+
+
+def trainer(directory: Path, ranks: Ranks | None = None) -> RewardTrainer:
+    examples = [Example(((1, 2, 3), (1, 2, 4)))]
+    return RewardTrainer(RewardModelConfig(), RewardModel(trunk(), "pairwise"), examples, [], directory, ranks)
+
+
+def _resumed(world: World, directory: str) -> str:
+    with pytest.raises(CheckpointError) as said:
+        trainer(Path(directory, str(world.rank)), Ranks(world)).resume()
+    return said.value.what
+
+
+def test_ranks_that_see_other_directories_do_not_go_on(tmp_path: Path) -> None:
+    """One would begin anew beside another that goes on, and their gradients would be added up."""
+    begun = trainer(tmp_path / "0")
+    begun.finished_steps = 3
+    begun.save()
+    told = "rank 1: sees no checkpoint, and rank 0 the one of step 3"
+    assert run_ranks(2, "dp=2", _resumed, str(tmp_path)) == [told, told]

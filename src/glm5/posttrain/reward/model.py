@@ -11,7 +11,7 @@ Source: report, section 3.4 (outcome reward models: efficient, and open to hacki
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -71,9 +71,14 @@ class RewardModel(nn.Module):
         return values_N[torch.argsort(rows.rollout_BT[rows.mask_BT])]
 
     @torch.no_grad()
-    def all_values(self, texts: Sequence[Sequence[int]], at_once: int = 8) -> Tensor:
-        """The same of many, without gradients, in passes of so many."""
-        parts = [self.values([texts[n] for n in numbers if n >= 0]) for (numbers,) in _passes(len(texts), at_once)]
+    def all_values(
+        self, texts: Sequence[Sequence[int]], at_once: int = 8, beat: Callable[[], None] = lambda: None
+    ) -> Tensor:
+        """The same of many, without gradients, in passes of so many, each with a `beat` for whoever watches."""
+        parts = []
+        for (numbers,) in _passes(len(texts), at_once):
+            parts.append(self.values([texts[n] for n in numbers if n >= 0]))
+            beat()
         return torch.cat(parts) if parts else torch.zeros(0, device=self.trunk.device)
 
     def scores(self, values: Tensor) -> Tensor:

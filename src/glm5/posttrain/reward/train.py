@@ -191,7 +191,7 @@ def measure(
 
 def values_of(model: RewardModel, texts: Sequence[Sequence[int]], at_once: int, ranks: Ranks) -> Tensor:
     """v of many conversations, fp64 on the CPU, on every rank; each reads its share."""
-    found = ranks.dealt(texts, lambda mine: model.all_values(mine, at_once).tolist())
+    found = ranks.dealt(texts, lambda mine: model.all_values(mine, at_once, ranks.beat).tolist())
     return torch.tensor(found, dtype=torch.float64)
 
 
@@ -323,10 +323,15 @@ class RewardTrainer:
         """Go on from the newest whole checkpoint, or begin. Returns warnings about damaged ones.
 
         Raises:
-            DataError: the rows are not those of the run. CheckpointError: it holds another model.
+            DataError: the rows are not those of the run. CheckpointError: it holds another model, or ranks see other
+                directories.
         """
         seed_random_state(self.config.seed)
-        found = self.store.load_newest(self.model.trunk.device)
+        found = self.ranks.together(lambda: self.store.load_newest(self.model.trunk.device))
+        seen = "no checkpoint" if found is None else f"the one of step {found.step}"
+        main = self.ranks.from_main(lambda: seen)
+        if other := self.ranks.first(None if seen == main else f"sees {seen}, and rank 0 {main}"):
+            raise CheckpointError(other, "Let all hosts see one and the same --run")
         if found is None:
             return []
         if found.state["data"] != self.data:
