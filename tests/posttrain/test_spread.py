@@ -70,7 +70,7 @@ def checksums(url: str) -> dict[str, str]:
 @pytest.mark.timeout(600)
 def test_engines_receive_what_is_pushed_whoever_dies(monkeypatch: pytest.MonkeyPatch) -> None:
     models = [tiny_model(seed, vocab_size=T.vocab_size, eos_token_id=T.stop_ids) for seed in range(4)]
-    sums = [checksums_of(tensors_of(model)) for model in models]
+    sums = [checksums_of(tensors_of(model).items()) for model in models]
     with engine() as (one, _), engine() as (other, dying), engine() as (third, _):
         spread = Spread("127.0.0.1", "gloo")
         about = {"spread": spread, "beat_s": 1.0, "patience_s": 300.0}

@@ -8,7 +8,8 @@ import socket
 import subprocess
 import sys
 import threading
-from collections.abc import Callable
+import weakref
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
@@ -215,6 +216,23 @@ def test_a_group_that_is_given_up_while_it_is_joined(listens: bool) -> None:
                 joining.result(timeout=60)
     with pytest.raises(UserError, match="was not joined"):
         source.leave("trainer")
+
+
+def test_checksums_hold_few_tensors_at_a_time() -> None:
+    made: list[weakref.ref[torch.Tensor]] = []
+    most = [0]
+
+    def tensors() -> Iterator[tuple[str, torch.Tensor]]:
+        for i in range(100):
+            one = torch.full((3,), float(i))
+            made.append(weakref.ref(one))
+            most[0] = max(most[0], sum(ref() is not None for ref in made))
+            yield f"{i}", one
+
+    sums = weights.checksums_of(tensors())
+    assert sums == {f"{i}": weights.checksum_of(torch.full((3,), float(i))) for i in range(100)}
+    assert list(sums) == [f"{i}" for i in range(100)]
+    assert most[0] <= 2 * weights.HASHERS + 3
 
 
 @pytest.mark.filterwarnings("ignore:Device capability")

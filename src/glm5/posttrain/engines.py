@@ -298,12 +298,12 @@ class Engines:
         update: WeightUpdate | Mapping[str, Tensor]
         if self._directory is None:
             update = tensors_of(model)
-            sums = checksums_of(update)
+            sums = checksums_of(update.items())
         else:
             path = self._directory / f"version-{version:08}"
             save_model(model, path, overwrite=True)
             update = WeightUpdate("disk", path=str(path.absolute()), weight_version=str(version))
-            sums = checksums_of(dict(disk_tensors(model)))
+            sums = checksums_of(disk_tensors(model))
         self.call(self._push(update, version))
         require_arrived(self.call(self._checksum(version)), sums, version)
         if self._directory is not None:

@@ -14,6 +14,7 @@ import os
 import socket
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
 from contextlib import contextmanager
@@ -51,10 +52,19 @@ def checksum_of(tensor: Tensor) -> str:
     return hashlib.sha256(tensor.detach().cpu().contiguous().view(torch.uint8).numpy().data).hexdigest()
 
 
-def checksums_of(tensors: Mapping[str, Tensor]) -> dict[str, str]:
-    """Each one's checksum. Hashing lets other threads run, so that several tensors are hashed at once."""
-    with ThreadPoolExecutor(min(HASHERS, os.cpu_count() or 1)) as hashers:
-        return dict(zip(tensors, hashers.map(checksum_of, tensors.values()), strict=True))
+def checksums_of(tensors: Iterable[tuple[str, Tensor]]) -> dict[str, str]:
+    """Each one's checksum. Hashing lets other threads run, so that several tensors are hashed at once, but few are
+    held: the whole tensors of a model on several ranks are made one by one, and need not fit together."""
+    found: dict[str, str] = {}
+    threads = min(HASHERS, os.cpu_count() or 1)
+    with ThreadPoolExecutor(threads) as hashers:
+        under_way: deque[tuple[str, Future[str]]] = deque()
+        for name, tensor in tensors:
+            under_way.append((name, hashers.submit(checksum_of, tensor)))
+            if len(under_way) == 2 * threads:
+                first, work = under_way.popleft()
+                found[first] = work.result()
+        return found | {name: work.result() for name, work in under_way}
 
 
 class WeightSource:
@@ -105,7 +115,7 @@ class WeightSource:
 
     def checksum(self) -> dict[str, str]:
         """SHA-256 of every tensor by its public name."""
-        return checksums_of(dict(self.tensors()))
+        return checksums_of(self.tensors())
 
     def release(self) -> None:
         """Give the memory of all weights back; what they were is lost."""
