@@ -766,6 +766,8 @@ def test_a_group_that_one_worker_cannot_join_is_left_by_all(model: GLM5, tmp_pat
                 await asyncio.sleep(0.005)
             with pytest.raises(Unavailable):
                 await c.fleet.join_group(WeightGroup("127.0.0.1", 1, 1, 4, "nobody"))
+            with pytest.raises(Unavailable):
+                await c.fleet.checksum()
 
     play(test)
 

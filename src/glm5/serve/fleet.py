@@ -342,9 +342,11 @@ class Fleet:
         """As `Backend.checksum`.
 
         Raises:
-            UserError: the workers' weights differ.
+            UserError: the workers' weights differ. Unavailable: no worker is there.
         """
-        first, *others = await self._all("checksum")
+        if not (sums := await self._all("checksum")):
+            raise Unavailable(self.failure or "no worker is there")
+        first, *others = sums
         if any(other != first for other in others):
             raise UserError("the workers' weights differ", "Update them again")
         return dict(first)
