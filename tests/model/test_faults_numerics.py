@@ -186,13 +186,15 @@ def predict(block: MTPBlock, embedded: Tensor, hidden: Tensor, *args: Any, **opt
 
 def test_wrong_tap_of_the_recycled_hidden(golden: Golden) -> None:
     """19. What the next depth reads is the normed hidden. The first depth, which recycles nothing, looks right."""
-    before_norm: dict[int, Tensor] = {}
+    before_norm: dict[
+        int, tuple[Tensor, Tensor]
+    ] = {}  # with what its key is the place of, so that nothing else lies there
 
     def recycled(self: MTPBlock, embedded: Tensor, hidden: Tensor, *args: Any, **options: Any) -> Tensor:
-        raw = before_norm.get(hidden.untyped_storage().data_ptr())
-        raw = predict(self, embedded, hidden if raw is None else raw[:, : hidden.shape[1]], *args, **options)
+        _, raw = before_norm.get(hidden.untyped_storage().data_ptr(), (None, hidden))
+        raw = predict(self, embedded, raw[:, : hidden.shape[1]], *args, **options)
         out = self.shared_head.norm(raw)
-        before_norm[out.untyped_storage().data_ptr()] = raw
+        before_norm[out.untyped_storage().data_ptr()] = out, raw
         return out
 
     fault = replaced(MTPBlock, "predict", recycled)
