@@ -257,26 +257,30 @@ def test_who_waits_hears_that_nothing_will_come(tmp_path: Path) -> None:
         learner(tmp_path / "run", store, Broken()).step(lambda: False)
 
 
-def test_rollouts_that_teach_nothing_for_long_are_an_error(tmp_path: Path) -> None:
+def useless(tmp_path: Path, match: str, deliver: Callable[[Store, int], object]) -> None:
+    """A learner whose patience ends with four groups of one rollout each, delivered so."""
     with Store(tmp_path / "t") as store:
         of = learner(tmp_path / "run", store, Drawers())
         of.intake = IntakeConfig(GROUPS, patience=3)
         for group in range(4):
             store.start(f"g{group}", "sums", [f"{group}"])
-            store.deliver(f"{group}", Outcome.TASK_FAILED, 0.0, [drawn(random.Random(group), 0)])  # noqa: S311
-        with pytest.raises(UserError, match="4 groups in a row teach nothing"):
+            deliver(store, group)
+        with pytest.raises(UserError, match=match):
             of.step(lambda: False)
+
+
+def test_rollouts_that_teach_nothing_for_long_are_an_error(tmp_path: Path) -> None:
+    def failed(store: Store, group: int) -> None:
+        store.deliver(f"{group}", Outcome.TASK_FAILED, 0.0, [drawn(random.Random(group), 0)])  # noqa: S311
+
+    useless(tmp_path, "4 groups in a row teach nothing", failed)
 
 
 def test_rollouts_that_always_crash_are_said_to(tmp_path: Path) -> None:
-    with Store(tmp_path / "t") as store:
-        of = learner(tmp_path / "run", store, Drawers())
-        of.intake = IntakeConfig(GROUPS, patience=3)
-        for group in range(4):
-            store.start(f"g{group}", "sums", [f"{group}"])
-            store.deliver(f"{group}", Outcome.ENV_CRASH, None, [], "KeyError: 'city'")
-        with pytest.raises(UserError, match=r"4 environment_failed; 0 so: KeyError: 'city'.*mend the task"):
-            of.step(lambda: False)
+    def crashed(store: Store, group: int) -> None:
+        store.deliver(f"{group}", Outcome.ENV_CRASH, None, [], "KeyError: 'city'")
+
+    useless(tmp_path, r"4 environment_failed; 0 so: KeyError: 'city'.*mend the task", crashed)
 
 
 def test_what_cannot_be_is_said() -> None:
