@@ -18,6 +18,7 @@ from glm5.kernels.indexer import index_select
 from glm5.kernels.moe import grouped_swiglu, route
 from glm5.kernels.pages import Pages
 from glm5.kernels.visibility import Visibility
+from support.taken import taken
 
 needs_compiler = pytest.mark.skipif(not build.available()[0], reason=f"C++ kernels untested: {build.available()[1]}")
 
@@ -220,13 +221,6 @@ def attend(heads: int = 2, dtype: torch.dtype = torch.float32) -> Tensor:
     selected = torch.zeros(1, 1, 1, dtype=torch.int32)
     visible = Visibility.causal(1, 1, 8)
     return sparse_attention(normal(1, 1, heads, 6).to(dtype), keys, keys[..., :4], selected, visible, 1.0)
-
-
-def taken(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    used: list[str] = []
-    original = dispatch._loaded
-    monkeypatch.setattr(dispatch, "_loaded", lambda fast: used.append(fast.name) or original(fast))
-    return used
 
 
 @needs_compiler

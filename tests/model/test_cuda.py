@@ -8,10 +8,10 @@ from __future__ import annotations
 import pytest
 import torch
 
-from glm5.kernels import dispatch
 from glm5.model.config import ModelConfig
 from glm5.model.glm5 import GLM5
 from glm5.model.trace import Aux, Trace
+from support.taken import taken
 from support.tiny import tiny_model
 
 CUDA = torch.cuda.is_available()
@@ -55,24 +55,17 @@ def test_fast_operators_in_the_model(tokens: int, monkeypatch: pytest.MonkeyPatc
         model = GLM5(true_widths(), seed=1).bfloat16().eval()
     context = 2500
     ids = torch.randint(1, 1024, (1, context + tokens), device="cuda")
-    used: set[str] = set()
-    original = dispatch._loaded
-
-    def count(fast: dispatch.Fast) -> object:
-        used.add(fast.name)
-        return original(fast)
-
+    used = taken(monkeypatch)
     results, selections = {}, {}
     for kernels in ("torch", "fast"):
         monkeypatch.setenv("GLM5_KERNELS", kernels)
-        monkeypatch.setattr(dispatch, "_loaded", count)
         with torch.no_grad():
             cache = model.new_cache(1)
             model.hidden(ids[:, :context], cache=cache)
             trace = Trace(replay=selections.get("torch"))
             results[kernels] = model.hidden(ids[:, context:], cache=cache, trace=trace).float()
             selections[kernels] = trace.selected
-    assert {"cuda.absorbed_attention", "cuda.index_select", "cuda.grouped_swiglu"} <= used
+    assert {"cuda.absorbed_attention", "cuda.index_select", "cuda.grouped_swiglu"} <= set(used)
     difference = (results["fast"] - results["torch"]).norm(dim=-1) / results["torch"].norm(dim=-1)
     assert difference.median() < 2e-2
     assert difference.max() < 0.2  # a token whose eighth and ninth expert all but tie may take the other
@@ -99,14 +92,7 @@ def test_one_tokens_moe_is_that_of_several(monkeypatch: pytest.MonkeyPatch) -> N
     with torch.device("cuda"):
         moe = GLM5(true_widths(), seed=1).bfloat16().eval().blocks[1].mlp
         x = torch.randn(5, 1, 6144, dtype=torch.bfloat16)
-    used: set[str] = set()
-    original = dispatch._loaded
-
-    def count(fast: dispatch.Fast) -> object:
-        used.add(fast.name)
-        return original(fast)
-
-    monkeypatch.setattr(dispatch, "_loaded", count)
+    used = taken(monkeypatch)
     with torch.no_grad():
         together = moe(x).float()
         assert "triton.moe_row" not in used

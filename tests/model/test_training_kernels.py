@@ -11,11 +11,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from glm5.kernels import cuda, dispatch
+from glm5.kernels import cuda
 from glm5.kernels.cross_entropy import linear_cross_entropy
 from glm5.model.config import ModelConfig
 from glm5.model.glm5 import GLM5
 from glm5.model.trace import Aux, Trace
+from support.taken import taken
 
 RUNS, WHY = cuda.available()
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not RUNS, reason=f"training by kernels goes untested here: {WHY}")]
@@ -63,14 +64,7 @@ def _step(
 def test_a_step_by_kernels_agrees_with_the_specifications(sparse: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     model = _model()
     ids = torch.randint(1, 512, (2, 400), generator=torch.Generator().manual_seed(0)).cuda()
-    used: set[str] = set()
-    original = dispatch._loaded
-
-    def noting(fast: dispatch.Fast) -> object:
-        used.add(fast.name)
-        return original(fast)
-
-    monkeypatch.setattr(dispatch, "_loaded", noting)
+    used = taken(monkeypatch)
     replay = None
     if sparse:
         traced = Trace()
@@ -81,7 +75,7 @@ def test_a_step_by_kernels_agrees_with_the_specifications(sparse: bool, monkeypa
     wanted = {"triton.moe_backward", "triton.cross_entropy", "triton.basic_backward", "triton.norm_backward"}
     wanted |= {"triton.routing_backward", "triton.heads_backward"}
     wanted |= {"cuda.sparse_mla_backward", "triton.indexer_loss"} if sparse else {"triton.indexer_warmup"}
-    assert wanted <= used
+    assert wanted <= set(used)
     monkeypatch.setenv("GLM5_KERNELS", "torch")
     plain, plain_gradients = _step(model, ids, sparse, replay)
     exact, exact_gradients = _step(copy.deepcopy(model).float(), ids, sparse, replay)
